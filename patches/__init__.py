@@ -1,0 +1,18 @@
+"""The patches that torchcompat ships: one module each, one program that proves it in `repro/`.
+
+Installed as `torchcompat.patches` and found through the same entry-point group as anybody's.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+if __name__ != "torchcompat.patches":
+    # With the repository root on sys.path, `import patches` would make a second copy of each.
+    raise ImportError(f"this package is torchcompat.patches; it cannot be imported as {__name__!r}")
+
+from torchcompat.patch import Patch
+
+from . import fx_patcher, fx_tracing_flag
+
+PATCHES: Final[tuple[Patch, ...]] = (fx_tracing_flag.PATCH, fx_patcher.PATCH)

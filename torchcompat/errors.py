@@ -1,0 +1,75 @@
+"""What torchcompat raises and warns with.
+
+TorchCompatError
+├── ConfigError            a setting, patch id or environment variable that means nothing
+├── PluginError            an entry point that does not give usable patches
+└── PatchError             one patch; `patch_id` is None where the raiser cannot know it
+    ├── TargetNotFound     the name that the patch replaces does not exist in this torch
+    ├── SourceDrift        it exists but is not the code that the patch was written for
+    ├── PatchConflict      another patch already has hold of it
+    └── PatchNotApplied    a patch asked for by name, or under strict, did not come to be applied
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchcompat.verdict import Verdict
+
+
+class TorchCompatError(Exception):
+    """Base of all errors of this package."""
+
+
+class ConfigError(TorchCompatError):
+    """A setting, patch id or environment variable that means nothing; says what is allowed."""
+
+
+class PluginError(TorchCompatError):
+    """An entry point that does not give usable patches."""
+
+
+class PatchError(TorchCompatError):
+    """Something about one patch."""
+
+    def __init__(self, message: str, *, patch_id: str | None = None) -> None:
+        super().__init__(message)
+        self.patch_id = patch_id
+
+
+class TargetNotFound(PatchError):
+    """The name that a patch replaces does not exist in this torch."""
+
+
+class SourceDrift(PatchError):
+    """The target exists but is not the code that the patch was written for."""
+
+
+class PatchConflict(PatchError):
+    """Another patch already has hold of the target."""
+
+
+class PatchNotApplied(PatchError):
+    """A patch asked for by name, or under strict, did not come to be applied."""
+
+    def __init__(self, patch_id: str, verdict: Verdict) -> None:
+        super().__init__(
+            f"patch {patch_id!r} is {verdict.state.value}: {verdict.reason}", patch_id=patch_id
+        )
+        self.verdict = verdict
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.patch_id, self.verdict))
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """The closing words of an "unknown X" message: the nearest match, else what is allowed."""
+    names = sorted(allowed)
+    close = difflib.get_close_matches(name, names, n=1)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    shown = ", ".join(names) if len(names) <= 12 else f"{len(names)} others"
+    return f"known: {shown or 'none'}"

@@ -1,0 +1,247 @@
+"""Move a module's global variable into thread-local storage, in place.
+
+Torch keeps per-thread facts ("am I tracing?") in module globals. Rebinding the functions that use
+such a global would miss every alias (a compiled function holds the check in its closure, Dynamo
+knows the functions by identity), so the functions stay the same objects and only their `__code__`
+is replaced: the source is parsed, each read and write of the global becomes a read and write of an
+attribute of a `threading.local`, and the result is compiled under the original file name and line.
+The module attribute becomes a property, so that `module.NAME` means the same storage from outside.
+"""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import dis
+import inspect
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, Final
+
+from torchcompat.errors import SourceDrift
+from torchcompat.install import AttrSlot, CodeSlot, ModulePropertySlot, Slot, UndoState
+from torchcompat.patch import Edit
+from torchcompat.verdict import Finding
+
+_FUTURE_FLAGS: Final = sum(
+    getattr(__future__, name).compiler_flag for name in __future__.all_feature_names
+)
+#: Stands in recompiled source for the object that `embed` puts there.
+PLACEHOLDER: Final = "<torchcompat: this object>"
+_KINDS: Final = (
+    inspect.CO_GENERATOR
+    | inspect.CO_COROUTINE
+    | inspect.CO_ASYNC_GENERATOR
+    | inspect.CO_VARARGS
+    | inspect.CO_VARKEYWORDS
+)
+_GLOBAL_OPS: Final = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME"})
+
+
+def uses_global(code: CodeType, name: str) -> bool:
+    """Whether `code`, or a function defined in it, reads or writes the global `name`."""
+    if name in code.co_names and any(
+        i.opname in _GLOBAL_OPS and i.argval == name for i in dis.get_instructions(code)
+    ):
+        return True
+    return any(uses_global(c, name) for c in code.co_consts if isinstance(c, CodeType))
+
+
+def functions_using(module: ModuleType, name: str) -> list[FunctionType]:
+    """The functions and methods defined in `module` that use its global `name`, by source order.
+
+    Decorated functions are found through `__wrapped__` (`contextlib.contextmanager` and the like).
+    """
+    found: dict[int, FunctionType] = {}
+    holders: list[object] = list(vars(module).values())
+    for value in list(holders):
+        if isinstance(value, type) and value.__module__ == module.__name__:
+            holders.extend(vars(value).values())
+    for value in holders:
+        value = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+        value = value.fget if isinstance(value, property) else value
+        while isinstance(value, FunctionType):
+            if value.__globals__ is vars(module) and uses_global(value.__code__, name):
+                found[id(value)] = value
+            value = getattr(value, "__wrapped__", None)
+    return sorted(found.values(), key=lambda f: f.__code__.co_firstlineno)
+
+
+class _GlobalToAttribute(ast.NodeTransformer):
+    """`NAME` -> `PLACEHOLDER.value`, and no `global NAME` any more."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        if node.id != self.name:
+            return node
+        holder = ast.copy_location(ast.Constant(PLACEHOLDER), node)
+        return ast.copy_location(ast.Attribute(holder, "value", node.ctx), node)
+
+    def visit_Global(self, node: ast.Global) -> ast.AST:
+        names = [n for n in node.names if n != self.name]
+        if names:
+            return ast.copy_location(ast.Global(names), node)
+        return ast.copy_location(ast.Pass(), node)
+
+
+def embed(code: CodeType, value: object) -> CodeType:
+    """`code`, and every function defined in it, with `value` for the constant `PLACEHOLDER`.
+
+    A constant rather than a global of the module: a call that is under way when the patch is taken
+    away still finds it.
+    """
+    consts = (
+        embed(c, value) if isinstance(c, CodeType) else value if c == PLACEHOLDER else c
+        for c in code.co_consts
+    )
+    return code.replace(co_consts=tuple(consts))
+
+
+def _definition(function: FunctionType) -> tuple[ast.FunctionDef, int]:
+    """The parsed `def` of `function` without its decorators, and the file line it starts at."""
+    try:
+        lines, first = inspect.getsourcelines(function.__code__)
+        node = ast.parse(textwrap.dedent("".join(lines))).body[0]
+    except (OSError, SyntaxError, IndexError) as e:
+        raise SourceDrift(f"no readable source for {function.__qualname__}: {e}") from e
+    if not isinstance(node, ast.FunctionDef) or node.name != function.__code__.co_name:
+        raise SourceDrift(f"the source found for {function.__qualname__} is not its definition")
+    node.decorator_list = []
+    return node, max(first, 1)
+
+
+def _find_code(code: CodeType, name: str) -> CodeType | None:
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            if const.co_name == name:
+                return const
+            inner = _find_code(const, name)
+            if inner is not None:
+                return inner
+    return None
+
+
+def recompile(function: FunctionType, change: Callable[[ast.FunctionDef], ast.AST]) -> CodeType:
+    """Code for `function` after `change` to its syntax tree, under its own file, name and lines.
+
+    Raises `SourceDrift` where the source cannot be had or the result would not fit the function
+    (other arguments, other free variables, another kind of function).
+    """
+    old = function.__code__
+    node, first_line = _definition(function)
+    body: Any = ast.fix_missing_locations(change(node))
+    ast.increment_lineno(body, first_line - 1)
+    parts = function.__qualname__.split(".")
+    if len(parts) > 1 and parts[-2] != "<locals>":  # private names are mangled by the class
+        shell = ast.parse(f"class {parts[-2]}: pass").body[0]
+        assert isinstance(shell, ast.ClassDef)
+        shell.body, body = [body], shell
+    outer_names = [n for n in old.co_freevars if n != "__class__"]
+    if outer_names:
+        scope = ast.parse("def scope():\n " + " = ".join(outer_names) + " = None").body[0]
+        assert isinstance(scope, ast.FunctionDef)
+        scope.body.append(body)
+        body = scope
+    unit = compile(
+        ast.fix_missing_locations(ast.Module([body], [])),
+        old.co_filename,
+        "exec",
+        flags=old.co_flags & _FUTURE_FLAGS,
+        dont_inherit=True,
+    )
+    new = _find_code(unit, old.co_name)
+    if new is None:
+        raise SourceDrift(f"{function.__qualname__} is lost when recompiled")
+    for field in ("co_freevars", "co_argcount", "co_posonlyargcount", "co_kwonlyargcount"):
+        if getattr(new, field) != getattr(old, field):
+            raise SourceDrift(f"{function.__qualname__} recompiled differs in {field}")
+    if (new.co_flags ^ old.co_flags) & _KINDS:
+        raise SourceDrift(f"{function.__qualname__} recompiled is another kind of function")
+    changes: dict[str, Any] = {"co_firstlineno": old.co_firstlineno}
+    if sys.version_info >= (3, 11):
+        changes["co_qualname"] = old.co_qualname
+    return new.replace(**changes)
+
+
+def rewrite_global(function: FunctionType, name: str, holder: object) -> CodeType:
+    """Code for `function` in which the global `name` is `holder.value`."""
+    new = recompile(function, _GlobalToAttribute(name).visit)
+    if uses_global(new, name):
+        raise SourceDrift(f"{function.__qualname__} still uses the global {name} when rewritten")
+    return embed(new, holder)
+
+
+def thread_value(default: object) -> threading.local:
+    """A `threading.local` whose `.value` is `default` in every thread that has not set it."""
+    # A class attribute serves threads that never wrote: no per-thread initialiser on the hot path.
+    cls: type[threading.local] = type("ThreadValue", (threading.local,), {"value": default})
+    return cls()
+
+
+class _DefaultSlot(AttrSlot):
+    """The shadowed global. Undoing leaves the default, not the value of whoever wrote last."""
+
+    def undo(self) -> UndoState:
+        self._write(self.new)
+        return "restored"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThreadLocal(Edit):
+    """Give every thread its own value of the global `module.name`, starting from `default`.
+
+    `fixed_by` names attributes of the module that only a torch with per-thread state of its own
+    has: any of them present means that upstream fixed the fault.
+    """
+
+    module: str
+    name: str
+    default: object = None
+    fixed_by: tuple[str, ...] = ()
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return (self.module,)
+
+    def inspect(self) -> Finding:
+        module = sys.modules[self.module]
+        where = f"{self.module}:{self.name}"
+        for name in self.fixed_by:
+            if hasattr(module, name):
+                return Finding("fixed", f"{self.module} has {name}: the state is per thread here")
+        if self.name not in vars(module):
+            return Finding("missing", f"{where} does not exist in this torch")
+        functions = functions_using(module, self.name)
+        if not functions:
+            return Finding("drifted", f"no function of {self.module} uses the global {self.name}")
+        try:
+            for function in functions:
+                rewrite_global(function, self.name, None)
+        except SourceDrift as e:
+            return Finding("drifted", str(e))
+        used_by = ", ".join(f.__qualname__ for f in functions)
+        return Finding("ok", f"{where} is one value for all threads", (f"used by {used_by}",))
+
+    def build(self) -> list[Slot]:
+        module = sys.modules[self.module]
+        store = thread_value(self.default)
+
+        def read(_: ModuleType) -> object:
+            return store.value
+
+        def write(_: ModuleType, value: object) -> None:
+            store.value = value
+
+        slots: list[Slot] = [
+            CodeSlot(function, rewrite_global(function, self.name, store))
+            for function in functions_using(module, self.name)
+        ]
+        slots.append(_DefaultSlot(module, self.name, self.default))
+        slots.append(ModulePropertySlot(module, self.name, property(read, write)))
+        return slots
