@@ -24,7 +24,7 @@ from types import FunctionType
 from typing import Any
 
 from torchcompat.errors import SourceDrift
-from torchcompat.patch import Patch, Replace
+from torchcompat.patch import Patch, Replace, Wrap
 from torchcompat.rewrite import ThreadLocal
 from torchcompat.verdict import Finding
 
@@ -136,6 +136,16 @@ def _autowrap_check(original: Any) -> Any:
     return _autowrap_check
 
 
+def _tracer_init(original: Any) -> Any:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        """A tracer notes the identities of the functions to wrap when it is made. Made while
+        another trace has them wrapped, it would note wrappers that are gone when it is used."""
+        original(self, *args, **kwargs)
+        self._autowrap_function_ids |= shared_replacement.originals_of(self._autowrap_function_ids)
+
+    return __init__
+
+
 PATCH = Patch(
     id="fx_patcher",
     title="An FX trace must change nn.Module and its globals for its own thread only",
@@ -150,6 +160,11 @@ PATCH = Patch(
     recognise=_recognise,
     edits=(
         ThreadLocal(module=_TRACE, name="CURRENT_PATCHER", default=None),
+        Wrap(
+            target=f"{_TRACE}:Tracer.__init__",
+            factory=_tracer_init,
+            anchors=("self._autowrap_function_ids: ",),
+        ),
         Replace(
             target=f"{_TRACE}:_Patcher",
             factory=_patcher_class,

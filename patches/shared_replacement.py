@@ -75,3 +75,9 @@ def original_of(namespace: dict[str, Any] | type, name: str, value: Any) -> Any:
     with _lock:
         entry = _entries.get((id(namespace), name))
     return entry.original if entry is not None and entry.new is value else value
+
+
+def originals_of(ids: set[int]) -> set[int]:
+    """Identities of the originals behind those replacements in place whose identity is in `ids`."""
+    with _lock:
+        return {id(e.original) for e in _entries.values() if id(e.new) in ids}

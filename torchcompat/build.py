@@ -7,9 +7,10 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from packaging.version import InvalidVersion, Version
+if TYPE_CHECKING:
+    from packaging.version import Version
 
 Channel = Literal["release", "rc", "nightly", "vendor", "source"]
 Place = Literal["inside", "below", "above"]
@@ -126,6 +127,9 @@ def _assigned(text: str, name: str) -> str | None:
 
 
 def _parse(version: str) -> Version | None:
+    # Here for the sake of a quick `import torchcompat`.
+    from packaging.version import InvalidVersion, Version
+
     try:
         return Version(version)
     except InvalidVersion:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Final, Literal
@@ -25,7 +25,7 @@ _building: Final[ContextVar[str]] = ContextVar("torchcompat_building", default="
 
 @contextmanager
 def building(patch_id: str) -> Iterator[None]:
-    """While inside, edits that are built make wrappers marked with `patch_id`."""
+    """While inside, the wrappers that edits build are marked with `patch_id`."""
     token = _building.set(patch_id)
     try:
         yield
@@ -100,7 +100,7 @@ class Slot(ABC):
         """Whether calls still come to us, perhaps through somebody's wrapper around ours."""
         return self.current_is_ours()
 
-    def check_free(self, installed: Iterable[Slot]) -> None:
+    def check_free(self, installed: Iterable[Slot]) -> None:  # noqa: B027
         """Raises `PatchConflict` if this cannot stand beside the slots of other patches."""
 
 
@@ -258,35 +258,26 @@ class ModulePropertySlot(Slot):
 
 def set_all(slots: Sequence[Slot], installed: Sequence[Slot]) -> None:
     """Set every slot or none. Raises what the failing slot raised."""
-    done: list[Slot] = []
-    try:
+    with ExitStack() as on_failure:  # undoes in reverse, and goes on if one cannot be undone
         for slot in slots:
             slot.check_free(installed)
             slot.set()
-            done.append(slot)
-    except BaseException:
-        for slot in reversed(done):
-            slot.undo()
-        raise
+            on_failure.callback(slot.undo)
+        on_failure.pop_all()
 
 
-def undo_all(slots: Sequence[Slot], others: Sequence[Slot]) -> list[str]:
-    """Undo in reverse order; the places where somebody else's object stays over ours.
+def take_out(slot: Slot, others: Sequence[Slot]) -> str | None:
+    """Undo `slot`; says where, if somebody else's object stays over ours.
 
     `others` are the slots of other patches that stay: one that was put over ours gets our original
     in its turn, so that the last to go restores it.
     """
-    displaced = []
-    for slot in reversed(slots):
-        above = next((o for o in others if isinstance(o, AttrSlot) and o.stands_on(slot)), None)
-        if above is not None and isinstance(slot, AttrSlot):
-            above.before = slot.before
-            slot.retire()
-            if isinstance(slot.new, type):
-                displaced.append(f"{slot.describe()} (another patch's class derives from it)")
-        elif slot.undo() == "displaced":
-            displaced.append(slot.describe())
-    return displaced
+    above = next((o for o in others if isinstance(o, AttrSlot) and o.stands_on(slot)), None)
+    if above is None or not isinstance(slot, AttrSlot):
+        return slot.describe() if slot.undo() == "displaced" else None
+    above.before = slot.before
+    slot.retire()
+    return slot.describe() if isinstance(slot.new, type) else None  # theirs derives from ours
 
 
 def stale_aliases(slots: Iterable[Slot]) -> list[str]:
@@ -300,7 +291,7 @@ def stale_aliases(slots: Iterable[Slot]) -> list[str]:
     }
     found: list[str] = []
     for name, module in list(sys.modules.items()) if wanted else ():
-        if not name.startswith("torch.") and name != "torch" or not isinstance(module, ModuleType):
+        if name.partition(".")[0] != "torch" or not isinstance(module, ModuleType):
             continue
         for attr, value in list(vars(module).items()):
             slot = wanted.get(id(value))
@@ -311,9 +302,8 @@ def stale_aliases(slots: Iterable[Slot]) -> list[str]:
 
 def _chain(value: Any) -> Iterator[Any]:
     """`value` and what it wraps, outermost first."""
-    step: Callable[[Any], Any] = lambda v: getattr(v, "__wrapped__", MISSING)  # noqa: E731
     for _ in range(64):
         if value is MISSING:
             return
         yield value
-        value = step(value)
+        value = getattr(value, "__wrapped__", MISSING)

@@ -14,7 +14,7 @@ from typing import Any, Final
 from torchcompat import source
 from torchcompat.build import parse_bounds
 from torchcompat.errors import PatchError, SourceDrift, TargetNotFound
-from torchcompat.install import AttrSlot, CodeSlot, Slot, finish_wrapper, patch_being_built
+from torchcompat.install import AttrSlot, CodeSlot, Slot, Stale, finish_wrapper, patch_being_built
 from torchcompat.target import MISSING, Target, own_attribute, unbind
 from torchcompat.verdict import Finding
 
@@ -91,7 +91,7 @@ class Wrap(_TargetEdit):
         new = finish_wrapper(self.factory(original), original, patch_being_built())
         slot = AttrSlot(owner, name, dress(new))
         if slot.before is not MISSING and slot.before is not raw:
-            raise SourceDrift(f"{self.target} changed while the patch was being made")
+            raise Stale(self.target)
         return [slot]
 
 

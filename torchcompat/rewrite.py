@@ -14,6 +14,7 @@ import __future__
 import ast
 import dis
 import inspect
+import linecache
 import sys
 import textwrap
 import threading
@@ -103,17 +104,31 @@ def embed(code: CodeType, value: object) -> CodeType:
     return code.replace(co_consts=tuple(consts))
 
 
+def _last_line(code: CodeType) -> int:
+    """The last file line that any instruction of `code`, or of a function in it, belongs to."""
+    inner = [_last_line(c) for c in code.co_consts if isinstance(c, CodeType)]
+    return max([line or 0 for _, _, line in code.co_lines()] + inner)
+
+
 def _definition(function: FunctionType) -> tuple[ast.FunctionDef, int]:
     """The parsed `def` of `function` without its decorators, and the file line it starts at."""
-    try:
-        lines, first = inspect.getsourcelines(function.__code__)
-        node = ast.parse(textwrap.dedent("".join(lines))).body[0]
-    except (OSError, SyntaxError, IndexError) as e:
-        raise SourceDrift(f"no readable source for {function.__qualname__}: {e}") from e
-    if not isinstance(node, ast.FunctionDef) or node.name != function.__code__.co_name:
-        raise SourceDrift(f"the source found for {function.__qualname__} is not its definition")
-    node.decorator_list = []
-    return node, max(first, 1)
+    # Not inspect.getsource, which looks through all of sys.modules, nor a parse of the whole file:
+    # this runs while torch is being imported. The text ends with the last instruction's line, or a
+    # few lines later where that is in the middle of a statement.
+    code = function.__code__
+    lines = linecache.getlines(code.co_filename, function.__globals__)
+    first, last = code.co_firstlineno, _last_line(code)
+    for end in range(last, min(last + 40, len(lines)) + 1):
+        try:
+            tree = ast.parse(textwrap.dedent("".join(lines[first - 1 : end])))
+        except SyntaxError:
+            continue
+        node = tree.body[0] if len(tree.body) == 1 else None
+        if isinstance(node, ast.FunctionDef) and node.name == code.co_name:
+            node.decorator_list = []
+            return node, first
+        break
+    raise SourceDrift(f"no readable source for {function.__qualname__}")
 
 
 def _find_code(code: CodeType, name: str) -> CodeType | None:
@@ -184,8 +199,15 @@ def thread_value(default: object) -> threading.local:
     return cls()
 
 
-class _DefaultSlot(AttrSlot):
-    """The shadowed global. Undoing leaves the default, not the value of whoever wrote last."""
+class _ShadowedGlobal(AttrSlot):
+    """The global behind the property. Untouched while the patch is in, for calls under way in the
+    old code; undoing leaves the default, not what some thread happened to leave there."""
+
+    def set(self) -> None:
+        pass
+
+    def current_is_ours(self) -> bool:
+        return True
 
     def undo(self) -> UndoState:
         self._write(self.new)
@@ -242,6 +264,6 @@ class ThreadLocal(Edit):
             CodeSlot(function, rewrite_global(function, self.name, store))
             for function in functions_using(module, self.name)
         ]
-        slots.append(_DefaultSlot(module, self.name, self.default))
+        slots.append(_ShadowedGlobal(module, self.name, self.default))
         slots.append(ModulePropertySlot(module, self.name, property(read, write)))
         return slots

@@ -7,7 +7,6 @@ tokenised forms differ for up to all of them).
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import textwrap
 from typing import Any
@@ -32,6 +31,8 @@ def text(function: Any) -> str | None:
 
 def digest(function: Any) -> str | None:
     """First 16 hex digits of the SHA-256 of `text`."""
+    import hashlib  # here for the sake of a quick `import torchcompat`
+
     source = text(function)
     return None if source is None else hashlib.sha256(source.encode()).hexdigest()[:16]
 

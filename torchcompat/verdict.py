@@ -1,4 +1,4 @@
-"""The two values of judging: what an edit finds in the loaded torch, what is decided for a patch."""
+"""The values of judging: what an edit finds in the loaded torch, what a patch comes to."""
 
 from __future__ import annotations
 

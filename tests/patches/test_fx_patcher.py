@@ -108,13 +108,18 @@ def test_a_compile_in_another_thread_leaves_the_trace_alone_and_sees_plain_modul
     assert len(frames) == 1, "compiled again because somebody traces"
 
 
+@pytest.mark.skipif(
+    not hasattr(torch._dynamo.config, "force_compile_during_fx_trace"),
+    reason="before torch 2.11 nothing compiles inside a trace",
+)
 def test_a_compile_inside_the_trace_itself_sees_plain_modules() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
+    compiled = torch.compile(lambda t: model(t), backend="eager", fullgraph=True)
     seen = []
 
     def compiles(y: Any) -> Any:
-        with torch._dynamo.config.patch(error_on_nested_fx_trace=False):
-            seen.append(torch._dynamo.export(model)(x).graph_module(x))
+        with torch._dynamo.config.patch(force_compile_during_fx_trace=True):
+            seen.append(compiled(x))
         return y
 
     gate = Gate(compiles)

@@ -1,0 +1,87 @@
+"""Layers of settings, and the errors for what means nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from torchcompat.config import Settings, load
+from torchcompat.errors import ConfigError
+
+
+def pyproject(folder: Path, text: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "pyproject.toml").write_text(text)
+
+
+def test_defaults(tmp_path: Path) -> None:
+    assert load({}, tmp_path) == Settings()
+    assert load({"TORCHCOMPAT": ""}, tmp_path) == Settings()
+    assert Settings().lines()[0] == "mode = on (default)"
+
+
+def test_file_below_environment(tmp_path: Path) -> None:
+    text = '[tool.torchcompat]\nmode = "strict"\ndisable = ["a", "b"]\nplugins = "none"\n'
+    pyproject(tmp_path, text)
+    deep = tmp_path / "x" / "y"
+    deep.mkdir(parents=True)
+    settings = load({"TORCHCOMPAT": "1", "TORCHCOMPAT_ONLY": "c, d"}, deep)
+    assert (settings.mode, settings.disable) == ("on", ("a", "b"))
+    assert (settings.only, settings.plugins) == (("c", "d"), "none")
+    assert settings.where("mode") == "TORCHCOMPAT"
+    assert settings.where("disable").endswith("pyproject.toml [tool.torchcompat] disable")
+    assert "only = c, d (TORCHCOMPAT_ONLY)" in settings.lines()
+
+
+def test_the_nearest_file_counts_and_need_not_be_ours(tmp_path: Path) -> None:
+    pyproject(tmp_path, '[tool.torchcompat]\nmode = "off"\n')
+    pyproject(tmp_path / "sub", "this is = not TOML [")
+    assert load({}, tmp_path / "sub") == Settings()
+
+
+@pytest.mark.parametrize(
+    ("env", "mode"),
+    [("on", "on"), ("1", "on"), ("OFF", "off"), ("0", "off"), (" strict ", "strict")],
+)
+def test_modes(tmp_path: Path, env: str, mode: str) -> None:
+    assert load({"TORCHCOMPAT": env}, tmp_path).mode == mode
+
+
+@pytest.mark.parametrize(
+    ("env", "plugins"), [("auto", "auto"), ("none", "none"), ("a,b", ("a", "b")), (" ", "auto")]
+)
+def test_plugins(tmp_path: Path, env: str, plugins: object) -> None:
+    assert load({"TORCHCOMPAT_PLUGINS": env}, tmp_path).plugins == plugins
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"TORCHCOMPAT": "yes"}, "TORCHCOMPAT is 'yes'; it can be on, off or strict"),
+        ({"TORCHCOMPAT_DISABEL": "x"}, "TORCHCOMPAT_DISABEL: did you mean TORCHCOMPAT_DISABLE"),
+    ],
+)
+def test_environment_that_means_nothing(tmp_path: Path, env: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(env, tmp_path)
+
+
+def test_others_variables_are_theirs(tmp_path: Path) -> None:
+    assert load({"TORCHCOMPAT_REPRO_APPLY": "1"}, tmp_path) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[tool.torchcompat]\nmoed = 'on'", "moed: unknown key, did you mean 'mode'"),
+        ("[tool.torchcompat]\nmode = 1", "mode is 1; it can be"),
+        ("[tool.torchcompat]\ndisable = 3", "disable is 3; it must be a list"),
+        ("[tool.torchcompat]\ndisable = [3]", "must be a list of names"),
+        ("[tool.torchcompat\n", "is no TOML"),
+    ],
+)
+def test_file_that_means_nothing(tmp_path: Path, text: str, message: str) -> None:
+    pyproject(tmp_path, text)
+    with pytest.raises(ConfigError, match=message):
+        load({}, tmp_path)

@@ -1,0 +1,7 @@
+"""`python -m torchcompat`."""
+
+from __future__ import annotations
+
+from torchcompat.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,149 @@
+"""Settings: defaults < [tool.torchcompat] in pyproject.toml < environment < arguments.
+
+mode      TORCHCOMPAT          on, off or strict (also 1, 0)
+disable   TORCHCOMPAT_DISABLE  patch ids never to apply
+only      TORCHCOMPAT_ONLY     patch ids to apply, and no others
+plugins   TORCHCOMPAT_PLUGINS  auto, none, or the names of the entry points to load
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from torchcompat.errors import ConfigError, nearest
+
+Mode = Literal["on", "off", "strict"]
+
+ENVIRONMENT: Final = {
+    "TORCHCOMPAT": "mode",
+    "TORCHCOMPAT_DISABLE": "disable",
+    "TORCHCOMPAT_ONLY": "only",
+    "TORCHCOMPAT_PLUGINS": "plugins",
+}
+_MODES: Final[dict[str, Mode]] = {
+    "on": "on",
+    "1": "on",
+    "off": "off",
+    "0": "off",
+    "strict": "strict",
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What holds, and in `origin` which layer said so, by field name."""
+
+    mode: Mode = "on"
+    disable: tuple[str, ...] = ()
+    only: tuple[str, ...] | None = None
+    plugins: tuple[str, ...] | Literal["auto", "none"] = "auto"
+    origin: Mapping[str, str] = field(default_factory=dict)
+
+    def where(self, name: str) -> str:
+        return self.origin.get(name, "default")
+
+    def lines(self) -> list[str]:
+        """One "name = value (layer)" for each setting."""
+        shown = {
+            "mode": self.mode,
+            "disable": ", ".join(self.disable) or "none",
+            "only": "all" if self.only is None else ", ".join(self.only),
+            "plugins": self.plugins if isinstance(self.plugins, str) else ", ".join(self.plugins),
+        }
+        return [f"{name} = {value} ({self.where(name)})" for name, value in shown.items()]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "mode": self.mode,
+            "disable": list(self.disable),
+            "only": None if self.only is None else list(self.only),
+            "plugins": self.plugins if isinstance(self.plugins, str) else list(self.plugins),
+            "origin": dict(self.origin),
+        }
+
+
+def load(environ: Mapping[str, str] | None = None, folder: Path | None = None) -> Settings:
+    """The settings of the file and the environment. Raises `ConfigError`."""
+    try:
+        settings = _from_file(Settings(), folder or Path.cwd())
+    except OSError:  # no current directory, or a file that may not be read
+        settings = Settings()
+    return _from_env(settings, os.environ if environ is None else environ)
+
+
+def _with(settings: Settings, name: str, value: Any, layer: str) -> Settings:
+    change: dict[str, Any] = {name: _READ[name](value, layer)}
+    return replace(settings, **change, origin={**settings.origin, name: layer})
+
+
+def _from_env(settings: Settings, environ: Mapping[str, str]) -> Settings:
+    for variable in environ:
+        # Others may have variables of this prefix; one that is nearly ours is a slip.
+        if variable.startswith("TORCHCOMPAT") and variable not in ENVIRONMENT:
+            close = difflib.get_close_matches(variable, ENVIRONMENT, n=1, cutoff=0.85)
+            if close:
+                raise ConfigError(
+                    f"unknown environment variable {variable}: did you mean {close[0]}?"
+                )
+    for variable, name in ENVIRONMENT.items():
+        if environ.get(variable, "").strip():
+            settings = _with(settings, name, environ[variable], variable)
+    return settings
+
+
+def _from_file(settings: Settings, folder: Path) -> Settings:
+    path = next(
+        (p for d in (folder, *folder.parents) if (p := d / "pyproject.toml").is_file()), None
+    )
+    text = path.read_text(encoding="utf-8") if path is not None else ""
+    if "torchcompat" not in text:
+        return settings
+    if sys.version_info >= (3, 11):  # here for the sake of a quick `import torchcompat`
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        table = tomllib.loads(text).get("tool", {}).get("torchcompat", {})
+    except tomllib.TOMLDecodeError as e:
+        raise ConfigError(f"{path} is no TOML: {e}") from e
+    for name, value in table.items():
+        layer = f"{path} [tool.torchcompat] {name}"
+        if name not in _READ:
+            raise ConfigError(f"{layer}: unknown key, {nearest(name, _READ)}")
+        settings = _with(settings, name, value, layer)
+    return settings
+
+
+def _read_mode(value: object, layer: str) -> Mode:
+    mode = _MODES.get(value.strip().lower()) if isinstance(value, str) else None
+    if mode is None:
+        raise ConfigError(f"{layer} is {value!r}; it can be on, off or strict")
+    return mode
+
+
+def _read_names(value: object, layer: str) -> tuple[str, ...]:
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, list) or not all(isinstance(p, str) for p in parts):
+        raise ConfigError(f"{layer} is {value!r}; it must be a list of names")
+    return tuple(dict.fromkeys(p.strip() for p in parts if p.strip()))
+
+
+def _read_plugins(value: object, layer: str) -> tuple[str, ...] | Literal["auto", "none"]:
+    names = _read_names(value, layer)
+    if names == ("auto",):
+        return "auto"
+    return "none" if names in ((), ("none",)) else names
+
+
+_READ: Final[dict[str, Callable[[object, str], Any]]] = {
+    "mode": _read_mode,
+    "disable": _read_names,
+    "only": _read_names,
+    "plugins": _read_plugins,
+}
