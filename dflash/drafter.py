@@ -9,19 +9,18 @@ H hidden, F = T * H features, h query heads, g key/value heads, D head dimension
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
+from dflash.attention import Backend, attend, attend_blocks
 from dflash.drafter_config import DrafterConfig
 from dflash.errors import ConfigError
 from dflash.rope import Rope, apply_rope
 
 __all__ = ["Backend", "DraftCache", "Drafter", "DrafterConfig", "DrafterLayer", "RMSNorm", "attend"]
-
-Backend = Literal["sdpa", "flex"]
 
 
 class RMSNorm(nn.Module):
@@ -40,24 +39,6 @@ class RMSNorm(nn.Module):
         x = x.float()
         scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
         return x * scale * self.weight.float()
-
-
-def attend(q_bhQD: Tensor, k_bgLD: Tensor, v_bgLD: Tensor, mask: Any, backend: Backend) -> Tensor:
-    """Attention with grouped keys and values: ``[b, h, Q, D]``.
-
-    ``mask`` is a bool tensor (True = visible) or None for "sdpa", and a ``BlockMask`` for "flex".
-    """
-    if backend == "flex":
-        from torch.nn.attention.flex_attention import flex_attention
-
-        out: Tensor = flex_attention(q_bhQD, k_bgLD, v_bgLD, block_mask=mask, enable_gqa=True)
-        return out
-    repeats = q_bhQD.shape[1] // k_bgLD.shape[1]
-    if repeats > 1:
-        # Explicit, since the fused CPU kernel is left for a slow one when it must group itself.
-        k_bgLD = k_bgLD.repeat_interleave(repeats, dim=1)
-        v_bgLD = v_bgLD.repeat_interleave(repeats, dim=1)
-    return nnf.scaled_dot_product_attention(q_bhQD, k_bgLD, v_bgLD, attn_mask=mask)
 
 
 class Attention(nn.Module):
@@ -140,9 +121,13 @@ class DrafterLayer(nn.Module):
         q_bhQD = attention.queries(normed_bQH, cos_blk, sin_blk)
         k_ctx, v_ctx = attention.keys_values(context_bSH, cos_ctx, sin_ctx)
         k_blk, v_blk = attention.keys_values(normed_bQH, cos_blk, sin_blk)
-        k_bgLD = torch.cat([k_ctx, k_blk], dim=2)
-        v_bgLD = torch.cat([v_ctx, v_blk], dim=2)
-        return self._finish(x_bQH, attend(q_bhQD, k_bgLD, v_bgLD, mask, self.backend))
+        if self.backend == "blocks":
+            attended = attend_blocks(q_bhQD, (k_ctx, v_ctx), (k_blk, v_blk), mask)
+        else:
+            k_bgLD = torch.cat([k_ctx, k_blk], dim=2)
+            v_bgLD = torch.cat([v_ctx, v_blk], dim=2)
+            attended = attend(q_bhQD, k_bgLD, v_bgLD, mask, self.backend)
+        return self._finish(x_bQH, attended)
 
     def forward_cached(
         self,
@@ -274,8 +259,8 @@ class Drafter(nn.Module):
     ) -> Tensor:
         """All blocks of a batch in one pass: hidden states ``[b, Q, H]`` after the final norm.
 
-        ``mask`` is ``mask.block_mask_dense`` for the "sdpa" backend, ``mask.block_mask_flex`` for
-        "flex". Apply the target's head to the result; slot k predicts the token at anchor + k.
+        ``mask`` is ``mask.block_mask`` of this drafter's backend. Apply the target's head to the
+        result; slot k predicts the token at anchor + k.
         """
         x_bQH = self._as_input(block_embeds_bQH)
         if self._compiled and torch.is_grad_enabled():

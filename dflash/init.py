@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from dflash.drafter import Drafter, DrafterLayer
 from dflash.errors import ConfigError
+from dflash.target import Target
 
 
 def source_layers(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
@@ -39,20 +40,20 @@ def source_layers(num_target_layers: int, num_draft_layers: int) -> tuple[int, .
 
 @torch.no_grad()
 def init_from_target(
-    drafter: Drafter, target: Any, sample_ids: Tensor, generator: torch.Generator
+    drafter: Drafter, target: Target, sample_ids: Tensor, generator: torch.Generator
 ) -> tuple[int, ...]:
     """Copy the target's weights into `drafter`, in place; returns the target layers used.
 
     Args:
-        target: a `dflash.target.Target` whose `model` has Llama-like decoder layers
-            (`self_attn.q_proj`, `mlp.gate_proj`, …). Layers with another MLP (mixtures of experts)
-            give their attention only; biases are dropped, the drafter has none.
+        target: has Llama-like decoder layers (`self_attn.q_proj`, `mlp.gate_proj`, …). Layers with
+            another MLP (mixtures of experts) give their attention only; biases are dropped, the
+            drafter has none.
         sample_ids: some text `[S]`, on which the sizes of queries and keys are measured.
         generator: for the small noise through which the taps other than the last one come in.
 
     Raises ConfigError where the drafter's sizes are not the target's: nothing is copied then.
     """
-    layers = target.model.model.layers
+    layers = target.decoder.layers
     used = source_layers(len(layers), len(drafter.layers))
     for index in used:
         _check_sizes(drafter, layers[index], index)
@@ -62,7 +63,7 @@ def init_from_target(
     noise[:, -hidden:] += torch.eye(hidden)  # the last tap is the input of a late layer as it is
     fc.copy_(noise)
     drafter.hidden_norm.weight.fill_(1.0)
-    drafter.norm.weight.copy_(_norm_scale(target.model.model.norm))
+    drafter.norm.weight.copy_(_norm_scale(target.decoder.norm))
     for layer, index in zip(drafter.layers, used, strict=True):
         assert isinstance(layer, DrafterLayer)
         _copy_layer(layer, layers[index], sizes[index])
@@ -70,7 +71,7 @@ def init_from_target(
 
 
 def query_key_rms(
-    target: Any, sample_ids: Tensor, indices: Sequence[int]
+    target: Target, sample_ids: Tensor, indices: Sequence[int]
 ) -> dict[int, tuple[float, float]]:
     """Mean root-mean-square size per head of the queries and keys of some target layers."""
     sizes: dict[tuple[int, str], float] = {}
@@ -78,12 +79,12 @@ def query_key_rms(
 
     def record(key: tuple[int, str]) -> Any:
         def hook(_: nn.Module, __: Any, out: Tensor) -> None:
-            heads = out.detach().float().unflatten(-1, (-1, target.spec.head_dim))
+            heads = out.detach().float().reshape(-1, target.spec.head_dim)
             sizes[key] = float(heads.square().mean(-1).sqrt().mean())
 
         return hook
 
-    layers = target.model.model.layers
+    layers = target.decoder.layers
     for index in indices:
         attention = layers[index].self_attn
         hooks.append(attention.q_proj.register_forward_hook(record((index, "q"))))
@@ -118,7 +119,7 @@ def _copy_layer(layer: DrafterLayer, source: Any, sizes: tuple[float, float]) ->
         else:
             norm.weight.fill_(size)
     layer.input_layernorm.weight.fill_(1.0)
-    mlp = getattr(source, "mlp", None)
+    mlp: Any = getattr(source, "mlp", None)
     if hasattr(mlp, "gate_proj") and mlp.gate_proj.weight.shape == layer.mlp.gate_proj.weight.shape:
         before = _norm_scale(source.post_attention_layernorm)
         layer.mlp.gate_proj.weight.copy_(mlp.gate_proj.weight.float() * before)

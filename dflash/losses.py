@@ -30,8 +30,9 @@ __all__ = [
 
 DistillKind = Literal["kl", "tv"]
 _KINDS: tuple[DistillKind, ...] = ("kl", "tv")
-# Float32 logits held at once: some cache on a CPU, a GiB on an accelerator.
-_CPU_CHUNK_LOGITS = 1 << 22
+# Float32 logits held at once: little more than a cache on a CPU, a GiB on an accelerator; but
+# always enough slots to keep a matrix product busy.
+_CPU_CHUNK_LOGITS = 1 << 21
 _DEVICE_CHUNK_LOGITS = 1 << 28
 
 
@@ -339,7 +340,7 @@ def _logits(hidden_CH: Tensor, head_VH: Tensor) -> Tensor:
 
 def _default_chunk(head_VH: Tensor) -> int:
     budget = _CPU_CHUNK_LOGITS if head_VH.device.type == "cpu" else _DEVICE_CHUNK_LOGITS
-    return max(16, budget // max(1, head_VH.shape[0]))
+    return max(128, budget // max(1, head_VH.shape[0]))
 
 
 def _labels_in_rows(labels_U: Tensor, rows: Tensor, vocab_size: int) -> Tensor:

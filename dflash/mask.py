@@ -1,4 +1,4 @@
-"""Which keys a draft query may see: one rule, as a dense tensor and as a flex ``mask_mod``.
+"""Which keys a draft query may see: one rule, in the form that each attention backend takes.
 
 A key ``kv`` is visible to a query of block ``j`` with anchor ``a`` iff
 
@@ -19,9 +19,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["MaskMod", "block_mask_dense", "block_mask_flex", "block_mask_mod", "context_visible"]
+from dflash.attention import Backend
+
+__all__ = [
+    "MaskMod",
+    "block_mask",
+    "block_mask_dense",
+    "block_mask_flex",
+    "block_mask_mod",
+    "context_visible",
+]
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def block_mask(
+    backend: Backend,
+    anchors_bN: Tensor,
+    keep_bN: Tensor,
+    context_len: int,
+    block_size: int,
+    lengths_b: Tensor,
+    docs_bS: Tensor | None = None,
+) -> Any:
+    """The rule as the drafter's ``backend`` takes it; see the functions of the three forms."""
+    if backend == "blocks":
+        return context_visible(anchors_bN, keep_bN, context_len, lengths_b, docs_bS)
+    make = block_mask_flex if backend == "flex" else block_mask_dense
+    return make(anchors_bN, keep_bN, context_len, block_size, lengths_b, docs_bS)
 
 
 def context_visible(
@@ -32,6 +57,8 @@ def context_visible(
     docs_bS: Tensor | None = None,
 ) -> Tensor:
     """Bool ``[b, N, S]``: which context positions each block sees (all its slots see the same).
+
+    This is the "blocks" backend's form, which takes for granted that a block sees itself alone.
 
     ``docs_bS`` holds the document number of every position of packed rows, negative for padding.
     """

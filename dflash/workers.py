@@ -6,6 +6,7 @@
     SingleFlight    every key is made once, whoever asks first
     Turnstile       threads pass one after another, in the order of their ranks
     WorkerGroup     the threads; the first failure stops all and reaches the main thread
+    share           numbered pieces of work, taken in turn by several workers
 
 Nothing here knows what the threads compute. A wait that is cut short by the stop raises Stopped,
 which ends a worker quietly: only the failure that caused the stop is reported.
@@ -18,7 +19,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Hashable
+import weakref
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Generic, TypeVar
 
@@ -26,6 +29,9 @@ from dflash.errors import WorkerFailed
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
+
+
+_started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 class Stopped(Exception):
@@ -236,6 +242,7 @@ class WorkerGroup:
         with self._changed:
             self._threads.append(thread)
             self._running += 1
+        _started.add(thread)
         thread.start()
 
     def wait(self) -> None:
@@ -297,3 +304,28 @@ class WorkerGroup:
         if self._failure is not None:
             name, error = self._failure
             raise WorkerFailed(name, error) from error
+
+
+def share(
+    workers: Mapping[str, Callable[[int], None]], total: int, *, stop: StopSignal | None = None
+) -> None:
+    """Pieces 0..total-1: each worker (by name) takes the next one until none is left.
+
+    WorkerFailed if one fails. What a piece gives must not depend on who takes it.
+    """
+    tickets = Tickets(0, total)
+
+    def take(work: Callable[[int], None], signal: StopSignal) -> None:
+        while (number := tickets.take()) is not None:
+            signal.check()
+            work(number)
+
+    with WorkerGroup(stop=stop) as group:
+        for name, work in workers.items():
+            group.start(name, partial(take, work, group.stop))
+        group.wait()
+
+
+def any_alive() -> bool:
+    """Whether a worker of any group still runs: one that did not end when it was told to."""
+    return any(thread.is_alive() for thread in list(_started))

@@ -34,7 +34,7 @@ class FakeSpec:
     max_position_embeddings: int = 256
     eos_ids: tuple[int, ...] = (2,)
     pad_id: int = 0
-    tie_word_embeddings: bool = True
+    tie_word_embeddings: bool = False
     fingerprint: str = "fake-0"
 
 
@@ -76,16 +76,17 @@ class FakeTarget:
         s = self.spec
         q, kv = s.num_attention_heads * s.head_dim, s.num_key_value_heads * s.head_dim
         self.embed_weight = draw(s.vocab_size, s.hidden_size, scale=4.0)
-        self.head_weight = self.embed_weight
+        # Not tied: a tied head makes random weights repeat one token for ever.
+        self.head_weight = draw(s.vocab_size, s.hidden_size, scale=8.0)
         self.layers = [
             {
                 "q": draw(q, s.hidden_size, scale=2.0),
                 "k": draw(kv, s.hidden_size, scale=2.0),
                 "v": draw(kv, s.hidden_size),
-                "o": draw(s.hidden_size, q),
+                "o": draw(s.hidden_size, q, scale=3.0),
                 "gate": draw(s.intermediate_size, s.hidden_size),
                 "up": draw(s.intermediate_size, s.hidden_size),
-                "down": draw(s.hidden_size, s.intermediate_size),
+                "down": draw(s.hidden_size, s.intermediate_size, scale=3.0),
             }
             for _ in range(s.num_layers)
         ]

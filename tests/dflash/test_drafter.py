@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 
-from dflash.drafter import RMSNorm, attend
+from dflash.attention import attend, attend_blocks
+from dflash.drafter import Drafter, RMSNorm
 from dflash.errors import ConfigError
 from dflash.geometry import block_positions, block_token_ids
-from dflash.mask import block_mask_dense, block_mask_flex
+from dflash.mask import block_mask
 
 S, B = 20, 4
 
@@ -35,8 +36,14 @@ def inputs(drafter, seed=0, batch=2, count=3, length=S):
 def forward(drafter, case):
     config, length = drafter.config, case["ids"].shape[1]
     tokens = block_token_ids(case["ids"], case["anchors"], config.block_size, config.mask_token_id)
-    mask_of = block_mask_flex if drafter.layers[0].backend == "flex" else block_mask_dense
-    mask = mask_of(case["anchors"], case["keep"], length, config.block_size, case["lengths"])
+    mask = block_mask(
+        drafter.layers[0].backend,
+        case["anchors"],
+        case["keep"],
+        length,
+        config.block_size,
+        case["lengths"],
+    )
     positions = torch.arange(length).expand(case["ids"].shape[0], -1)
     return drafter(
         case["embedding"][tokens],
@@ -106,9 +113,10 @@ def block_by_hand(drafter, case, b, j):
     return torch.stack([norm_by_hand(x, w["norm.weight"], eps) for x in xs])
 
 
-@pytest.fixture
-def drafter(make_drafter):
-    built = make_drafter()
+@pytest.fixture(params=["sdpa", "blocks"])
+def drafter(make_drafter, request):
+    built = Drafter(make_drafter().config, backend=request.param)
+    built.load_state_dict(make_drafter().state_dict())
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():  # norms that matter
         for parameter in built.parameters():
@@ -127,9 +135,8 @@ def test_forward_equals_the_loops(drafter):
             torch.testing.assert_close(got[b, j], want, rtol=1e-4, atol=1e-5)
 
 
-def test_flex_equals_sdpa(drafter, make_drafter):
-    from dflash.drafter import Drafter
-
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_flex_equals_the_others(drafter):
     case = inputs(drafter)
     flexible = Drafter(drafter.config, backend="flex")
     flexible.load_state_dict(drafter.state_dict())
@@ -257,20 +264,24 @@ def train_step(drafter, case, autocast):
     return out.detach(), [p.grad.clone() for p in drafter.parameters()]
 
 
+@pytest.mark.parametrize("backend", ["sdpa", "blocks"])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_all_layers_and_drafters_share_one_compiled_graph(make_drafter, autocast):
+def test_all_layers_and_drafters_share_one_compiled_graph(make_drafter, autocast, backend):
     torch.compiler.reset()
     graphs = []
 
-    def backend(graph, _inputs):
+    def counting(graph, _inputs):
         graphs.append(graph)
         return graph.forward
 
-    case = None
+    def build(seed):
+        drafter = Drafter(make_drafter(num_hidden_layers=3).config, backend=backend)
+        drafter.reset_parameters(torch.Generator().manual_seed(seed))
+        return drafter
+
     for seed in range(2):
-        eager = make_drafter(seed=seed, num_hidden_layers=3)
-        compiled = make_drafter(seed=seed, num_hidden_layers=3)
-        compiled.compile_layers(backend=backend)
+        eager, compiled = build(seed), build(seed)
+        compiled.compile_layers(backend=counting)
         case = inputs(eager)
         want, want_grads = train_step(eager, case, autocast)
         got, got_grads = train_step(compiled, case, autocast)
@@ -315,3 +326,76 @@ def test_attend_groups_heads_in_order():
     k = torch.zeros(1, 2, 3, 8)
     v = torch.tensor([1.0, 2.0]).view(1, 2, 1, 1).expand(1, 2, 3, 8)
     assert attend(q, k, v, None, "sdpa")[0, :, 0, 0].tolist() == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_attend_blocks_equals_dense_attention_and_its_gradient(autocast):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 6, 12, 8), (2, 2, 9, 8), (2, 2, 9, 8), (2, 2, 12, 8), (2, 2, 12, 8)]
+    draws = [torch.randn(*shape, generator=generator) for shape in shapes]
+    seen = torch.rand(2, 3, 9, generator=generator) < 0.5
+    seen[0, 0] = False  # a block without any context
+    own = torch.block_diag(*[torch.ones(4, 4)] * 3).bool().expand(2, -1, -1)
+    dense = torch.cat([seen.repeat_interleave(4, dim=1), own], dim=2).unsqueeze(1)
+    results = []
+    for blocks in (True, False):
+        q, k_ctx, v_ctx, k_blk, v_blk = leaves = [d.clone().requires_grad_() for d in draws]
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast and blocks):
+            if blocks:
+                out = attend_blocks(q, (k_ctx, v_ctx), (k_blk, v_blk), seen)
+            else:
+                keys, values = torch.cat([k_ctx, k_blk], 2), torch.cat([v_ctx, v_blk], 2)
+                out = attend(q, keys, values, dense, "sdpa")
+        out.sin().sum().backward()
+        results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    for got, want in zip(*results, strict=True):
+        assert (got - want).norm() < (3e-2 if autocast else 1e-5) * want.norm()
+
+
+def test_flex_blocks_of_new_steps_reuse_the_compiled_graph(make_drafter):
+    torch.compiler.reset()
+    graphs = []
+
+    def counting(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    drafter = Drafter(make_drafter().config, backend="flex")
+    drafter.reset_parameters(torch.Generator().manual_seed(0))
+    drafter.compile_layers(backend=counting)
+    with torch.no_grad():
+        for seed in range(3):
+            assert forward(drafter, inputs(drafter, seed=seed)).isfinite().all()
+    assert len(graphs) == 1
+    torch.compiler.reset()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("heads", [4, 6])  # groups of 2 and 3
+def test_compiled_flex_on_cuda_equals_sdpa_and_leaks_nothing(make_drafter, heads):
+    torch.compiler.reset()
+    sizes = {"head_dim": 64, "num_attention_heads": heads, "num_key_value_heads": 2}
+    drafters = {}
+    for backend in ("sdpa", "flex"):
+        drafter = Drafter(make_drafter(**sizes).config, backend=backend)
+        drafter.reset_parameters(torch.Generator().manual_seed(1))
+        drafters[backend] = drafter.cuda()
+    drafters["flex"].compile_layers()
+    case = {k: v.cuda() for k, v in inputs(drafters["flex"], length=300, count=40).items()}
+    outs, grads = {}, {}
+    with torch.device("cuda"):
+        for backend, drafter in drafters.items():
+            outs[backend] = forward(drafter, case)
+            outs[backend].square().sum().backward()
+            grads[backend] = [p.grad for p in drafter.parameters()]
+        torch.testing.assert_close(outs["flex"], outs["sdpa"], rtol=2e-3, atol=2e-3)
+        for got, want in zip(grads["flex"], grads["sdpa"], strict=True):
+            assert (got - want).norm() < 5e-3 * want.norm()
+        anchor = int(case["anchors"][0, 7])
+        case["context"][0, anchor:] = 9.0
+        with torch.no_grad():
+            before = forward(drafters["flex"], case).unflatten(1, (-1, B))[0, 7]
+            case["context"][0, anchor:] = -5.0
+            after = forward(drafters["flex"], case).unflatten(1, (-1, B))[0, 7]
+        assert torch.equal(before, after)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -47,7 +49,7 @@ def test_decay_gamma_goes_through_the_published_points_and_grows():
     assert [decay_gamma(b) for b in (8, 10, 16)] == [4.0, 5.0, 7.0]
     values = [decay_gamma(b) for b in range(2, 40)]
     assert values[0] == 1.0
-    assert all(a < b for a, b in zip(values, values[1:], strict=False))
+    assert all(a < b for a, b in itertools.pairwise(values))
     with pytest.raises(ConfigError, match="block_size is 1"):
         decay_gamma(1)
 

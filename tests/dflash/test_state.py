@@ -97,7 +97,7 @@ def test_a_write_that_fails_leaves_the_last_checkpoint_and_the_next_one_works(
 
 def test_another_run_is_refused(run):
     path = save_checkpoint(run, make(), schedule="abc", keep=1)
-    with pytest.raises(CheckpointError, match="other batches .*schedule abc, here xyz"):
+    with pytest.raises(CheckpointError, match=r"other batches .*schedule abc, here xyz"):
         load_checkpoint(path, make(), schedule="xyz")
     facts = json.loads((path / "train_state.json").read_text())
     (path / "train_state.json").write_text(json.dumps(facts | {"layout": "?"}))

@@ -17,6 +17,8 @@ from dflash.workers import (
     Tickets,
     Turnstile,
     WorkerGroup,
+    any_alive,
+    share,
 )
 
 LIMIT = 10.0  # no wait in this file is longer
@@ -363,3 +365,41 @@ def test_a_group_that_ended_well_leaves_the_signal_for_the_next_one():
             group.start("w", lambda: None)
             group.wait()
     assert not stop.is_set()
+
+
+# --- share, any_alive -----------------------------------------------------------------------------
+
+
+def test_share_does_each_piece_once():
+    done = [[], []]
+    workers = {f"target-{i}": mine.append for i, mine in enumerate(done)}
+    share(workers, 300)
+    assert sorted(done[0] + done[1]) == list(range(300))
+
+
+def test_share_a_failure_stops_the_others():
+    taken = []
+
+    def fail(piece):
+        raise LookupError(f"piece {piece}")
+
+    def work(piece):
+        taken.append(piece)
+        time.sleep(0.001)
+
+    with pytest.raises(WorkerFailed, match="'bad' failed: LookupError"):
+        share({"bad": fail, "good": work}, 100_000)
+    assert len(taken) < 50_000
+
+
+def test_share_of_nothing():
+    share({"w": lambda piece: 1 / 0}, 0)
+
+
+def test_any_alive_knows_a_worker_that_hangs():
+    release = threading.Event()
+    with WorkerGroup(join_timeout=0.01) as group:
+        group.start("deaf", lambda: release.wait(LIMIT))
+    assert any_alive()
+    release.set()
+    until(lambda: not any_alive())
