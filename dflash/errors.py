@@ -67,4 +67,5 @@ class WorkerFailed(DFlashError):
     def __init__(self, thread_name: str, cause: BaseException) -> None:
         self.thread_name = thread_name
         self.cause = cause
-        super().__init__(f"thread {thread_name!r} failed: {type(cause).__name__}: {cause}")
+        first_line = str(cause).strip().partition("\n")[0]
+        super().__init__(f"thread {thread_name!r} failed: {type(cause).__name__}: {first_line}")

@@ -128,6 +128,11 @@ class FeatureStore:
         self._pin = pin
         self._rows: SingleFlight[int, dict[int, _Row]] = SingleFlight(stop)
 
+    @property
+    def keeps(self) -> bool:
+        """Whether features stay."""
+        return self._keep
+
     def batch(self, micro: Microbatch, target: FeatureSource) -> Batch:
         """The batch of `micro` (not an empty one): in main memory if kept, else on the device."""
         if self._keep:

@@ -73,10 +73,16 @@ class TrainingLoop:
         ]
         self._exchange = GradientExchange(drafters, stop)
         self._compiled = Turnstile(drafters, stop)
+        self._group = WorkerGroup(stop=stop)
+
+    @property
+    def stuck(self) -> tuple[str, ...]:
+        """Threads that did not end when they were told to."""
+        return self._group.stuck
 
     def run(self) -> None:
         """Start all threads and wait for them. WorkerFailed if one fails."""
-        with WorkerGroup(stop=self._stop) as group:
+        with self._group as group:
             for number, target in enumerate(self._targets):
                 group.start(f"target-{number}", partial(self._target, target))
             for rank in range(len(self._replicas)):

@@ -73,13 +73,15 @@ class Replica:
         """Compile forward and backward for every padded length, leaving no trace in the state."""
         width = self.drafter.config.feature_size
         hidden = self.drafter.config.hidden_size
+        rows_R = self._frozen.rows_R
+        token = 0 if rows_R is None else int(rows_R[0])  # one that may be a label
         for length in lengths:
             # Features of the dtype and the mask of the shape that real batches have.
             self.run(
                 Batch(
                     number=-1,
                     anchor_seed=0,
-                    ids_bS=torch.zeros(batch, length, dtype=torch.long, device=self.device),
+                    ids_bS=torch.full((batch, length), token, device=self.device),
                     loss_mask_bS=torch.ones(batch, length, dtype=torch.bool, device=self.device),
                     lengths_b=torch.full((batch,), length, device=self.device),
                     context_bSF=torch.zeros(batch, length, width, device=self.device),

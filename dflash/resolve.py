@@ -70,6 +70,12 @@ def resume(run_config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Confi
     return _validated(_build(values))
 
 
+def with_settings(config: Config, changes: Mapping[str, Any]) -> Config:
+    """The configuration with some settings (`section.key`) changed. Raises ConfigError."""
+    current = _flatten(config.to_dict(), "the configuration")
+    return _validated(_build(_checked(current | dict(changes), "the program")))
+
+
 def read_file(path: Path) -> dict[str, Any]:
     """The nested mapping in a JSON, TOML or YAML file; ConfigError if it is none."""
     try:

@@ -21,7 +21,7 @@ from dflash.drafter import Backend, Drafter
 from dflash.feature_store import Batch
 from dflash.geometry import block_positions, block_token_ids
 from dflash.losses import block_labels, loss_sums, teacher_states
-from dflash.mask import block_mask_dense, block_mask_flex
+from dflash.mask import block_mask
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,9 @@ def _hidden(
     config = drafter.config
     rows, length = batch.ids_bS.shape
     block_bQ = block_token_ids(batch.ids_bS, anchors_bN, config.block_size, config.mask_token_id)
-    make_mask = block_mask_flex if terms.attention == "flex" else block_mask_dense
-    mask = make_mask(anchors_bN, keep_bN, length, config.block_size, batch.lengths_b)
+    mask = block_mask(
+        terms.attention, anchors_bN, keep_bN, length, config.block_size, batch.lengths_b
+    )
     positions_bS = torch.arange(length, device=batch.ids_bS.device).expand(rows, -1)
     with torch.autocast(batch.ids_bS.device.type, dtype=torch.bfloat16, enabled=terms.autocast):
         hidden_bQH: Tensor = drafter(

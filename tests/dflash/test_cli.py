@@ -39,8 +39,8 @@ def test_flags_and_settings_reach_the_configuration(calls, tmp_path):
     file = tmp_path / "c.json"
     file.write_text(json.dumps({"optim": {"lr": 0.5, "clip": 3}}))
     code = cli.main(
-        ["train", "--config", str(file), "--preset", "paper", "--run", "here", "--steps", "7"]
-        + ["optim.lr=0.25", "--targets", "cpu,cpu", "loss.kl=1"]
+        f"train --config {file} --preset paper --run here --steps 7 optim.lr=0.25 "
+        "--targets cpu,cpu loss.kl=1".split()
     )
     assert code == 0
     config, run_path, _ = calls[0]

@@ -60,20 +60,25 @@ def test_impossible_devices_are_refused(text, gpus, message):
 
 
 def test_threads_follow_the_drafters_alone(monkeypatch):
-    monkeypatch.setattr(placement.os, "cpu_count", lambda: 6)
+    monkeypatch.setattr(placement, "cores", lambda: 6)
     assert [cpu_threads(0, n) for n in (1, 2, 3, 4, 12)] == [6, 3, 2, 1, 1]
     assert cpu_threads(5, 2) == 5
 
 
 def test_dtype_says_why(monkeypatch):
     cpu = torch.device("cpu")
-    monkeypatch.setattr(placement, "_cpu_flags", lambda: {"avx512f"})
+    monkeypatch.setattr(placement, "_cpu_bfloat16_speed", lambda: 0.7)
     assert target_dtype("auto", cpu).value == "float32"
-    monkeypatch.setattr(placement, "_cpu_flags", lambda: {"avx512f", "avx512_bf16"})
+    monkeypatch.setattr(placement, "_cpu_bfloat16_speed", lambda: 2.94)
     choice = target_dtype("auto", cpu)
-    assert (choice.value, choice.reason) == ("bfloat16", "the CPU has avx512_bf16")
+    assert choice.value == "bfloat16"
+    assert choice.reason == "bfloat16 is 2.9 times as fast on this CPU"
     assert target_dtype("float32", cpu).value == "float32"
     assert target_dtype("auto", torch.device("cuda", 0)).value == "bfloat16"
+
+
+def test_the_cpu_is_measured_not_guessed():
+    assert 0.01 < placement._cpu_bfloat16_speed() < 100
 
 
 def test_backend_needs_a_compiler_on_the_cpu(monkeypatch):
