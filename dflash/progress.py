@@ -40,6 +40,7 @@ class ProgressBar:
         self._every = 0.2 if self._redraws else every
         self._lock = threading.Lock()
         self._done = 0
+        self._shown = 0
         self._started = self._drawn = time.monotonic()
 
     def advance(self, count: int = 1) -> None:
@@ -61,12 +62,14 @@ class ProgressBar:
         trace: TracebackType | None,
     ) -> None:
         with self._lock:
-            self._draw(time.monotonic())
+            if self._redraws or self._shown != self._done or not self._done:
+                self._draw(time.monotonic())
             if self._redraws:
                 self._stream.write("\n")
             self._stream.flush()
 
     def _draw(self, now: float) -> None:
+        self._shown = self._done
         text = self._text(now - self._started)
         self._stream.write(f"\r{text}\x1b[K" if self._redraws else f"{text}\n")
         self._stream.flush()

@@ -25,7 +25,7 @@ from dflash.errors import DataError
 from dflash.placement import on_device
 from dflash.progress import ProgressBar
 from dflash.respond import plan_batches, respond_batch
-from dflash.run_dir import append_line, read_lines
+from dflash.run_dir import append_line, read_lines, rewrite_lines
 from dflash.target import Target
 from dflash.workers import StopSignal, share
 
@@ -153,7 +153,10 @@ class _Writer:
         self._path = keep_in
         self._stop = stop
         self._lock = threading.Lock()
-        self._kept: dict[str, list[int]] = {r["key"]: r["ids"] for r in read_lines(keep_in)}
+        kept = read_lines(keep_in)
+        self._kept: dict[str, list[int]] = {record["key"]: record["ids"] for record in kept}
+        if kept:  # a line that a crash cut short goes, or the next one would be joined to it
+            rewrite_lines(keep_in, kept)
 
     def round(self, drafts: Sequence[_Draft], rejects: Rejects) -> bool:
         """One answer for each that wants one; whether there was any."""
