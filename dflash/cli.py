@@ -116,13 +116,16 @@ def _resumed(run: Path, overrides: dict[str, Any]) -> Config:
 
 def _parsers() -> tuple[_Parser, _Parser]:
     parser = _Parser(
-        prog="dflash", description="Train DFlash block-diffusion drafters in one process."
+        prog="dflash",
+        description="Train DFlash block-diffusion drafters in one process.",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"dflash {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     train = commands.add_parser(
         "train",
         help="train a drafter and decode with it; without arguments: SmolLM2 on HumanEval, CPU",
+        allow_abbrev=False,  # a wrong flag must not pass for the start of another
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=textwrap.dedent(
             """\

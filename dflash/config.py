@@ -144,7 +144,7 @@ class EvalSettings:
     dtype: Literal["float32", "bfloat16"] = _setting(
         "float32", "of target and drafter; equality with greedy is a float32 promise"
     )
-    threads: int = _setting(0, "CPU threads; 0 = all cores")
+    threads: int = _setting(0, "CPU threads; 0 = one or all cores, whichever decodes faster")
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -200,7 +200,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "train.checkpoint_every": 50,
         "train.log_every": 10,
         "features.buckets": 2,
-        "eval.max_new_tokens": 96,
+        "eval.max_new_tokens": 64,
     },
 }
 

@@ -7,9 +7,12 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from dflash.acceptance import AcceptanceStats
 from dflash.decode import DecodeTarget, greedy, speculative
 from dflash.drafter import Drafter
+from dflash.placement import cores
 
 
 @dataclass
@@ -108,6 +111,21 @@ def evaluate(
             found.differences.append((number, first_difference(alone.ids, drafted.ids)))
         advance()
     return found
+
+
+def decoding_threads(target: DecodeTarget, prompt: Sequence[int]) -> int:
+    """CPU threads, one or all cores, with which the target alone decodes faster now.
+
+    A step reads all weights for one token, which a single core may do as fast as the memory allows;
+    and where others use the machine too, threads that wait for each other lose most of their time.
+    """
+    seconds = {}
+    for threads in sorted({1, cores()}):
+        torch.set_num_threads(threads)
+        seconds[threads] = min(
+            run.seconds - run.prefill_seconds for run in (greedy(target, prompt, 6) for _ in "ab")
+        )
+    return min(seconds, key=lambda threads: seconds[threads])
 
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["LeanCache", "LeanDecoder"]
+__all__ = ["LeanCache", "LeanDecoder", "project"]
 
 _LAYER_CLASSES = frozenset(
     {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
@@ -123,8 +123,10 @@ class LeanDecoder:
             normed_bCH = _rms_norm(x_bCH, layer.input_layernorm)
             x_bCH = x_bCH + self._attend(layer.self_attn, normed_bCH, rope, keys, values, place)
             normed_bCH = _rms_norm(x_bCH, layer.post_attention_layernorm)
-            gated = F.silu(layer.mlp.gate_proj(normed_bCH)) * layer.mlp.up_proj(normed_bCH)
-            x_bCH = x_bCH + layer.mlp.down_proj(gated)
+            gate, up, down = layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj
+            x_bCH = x_bCH + project(
+                F.silu(project(normed_bCH, gate)) * project(normed_bCH, up), down
+            )
             if number in taps:
                 tapped[number] = x_bCH
         return _rms_norm(x_bCH, self._norm), tapped
@@ -140,7 +142,7 @@ class LeanDecoder:
     ) -> Tensor:
         heads = (*x_bCH.shape[:2], -1, self._head_dim)
         q_bnCD, k_bmCD, v_bmCD = (
-            projection(x_bCH).view(heads).transpose(1, 2)
+            project(x_bCH, projection).view(heads).transpose(1, 2)
             for projection in (part.q_proj, part.k_proj, part.v_proj)
         )
         if hasattr(part, "q_norm"):
@@ -148,8 +150,7 @@ class LeanDecoder:
         place.write(keys, _turned(k_bmCD, rope))
         place.write(values, v_bmCD)
         mixed_bnCD = _attention(_turned(q_bnCD, rope), keys, values, place)
-        projected: Tensor = part.o_proj(mixed_bnCD.transpose(1, 2).flatten(2))
-        return projected
+        return project(mixed_bnCD.transpose(1, 2).flatten(2), part.o_proj)
 
 
 class _Place:
@@ -191,6 +192,24 @@ class _Place:
             cached[self._rows, :, self.positions_bC[:, 0]] = new_bmCD[:, :, 0]
         else:
             cached[:, :, self.first : self.first + new_bmCD.shape[2]] = new_bmCD
+
+
+def project(x: Tensor, layer: nn.Linear) -> Tensor:
+    """`layer(x)`, by the product that is quicker for the few rows of a decoding step on a CPU.
+
+    For 2 to 8 rows in float32 the usual product spends more on repacking the weights than on
+    multiplying; with the weights on the left it does not. Measured for 4 rows, times as fast:
+    576 -> 1536 1.3, 576 -> 49152 1.8, but 1536 -> 576 0.6; so only where the layer widens.
+    """
+    rows = x.numel() // x.shape[-1]
+    few = 1 < rows <= 8 and x.dtype == torch.float32 and x.device.type == "cpu"
+    if not few or layer.out_features < layer.in_features:
+        out: Tensor = layer(x)
+        return out
+    flat = layer.weight @ x.reshape(rows, -1).t()
+    if layer.bias is not None:
+        flat = flat + layer.bias.unsqueeze(1)
+    return flat.t().reshape(*x.shape[:-1], -1)
 
 
 def _attention(q_bnCD: Tensor, keys: Tensor, values: Tensor, place: _Place) -> Tensor:

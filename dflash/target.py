@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from dflash.errors import TargetError
 from dflash.gguf import packaged_gguf, unpacked_gguf
-from dflash.lean import LeanCache, LeanDecoder
+from dflash.lean import LeanCache, LeanDecoder, project
 from dflash.taps import Taps, tap
 from dflash.target_spec import TargetSpec, output_head
 
@@ -140,7 +139,7 @@ class Target:
 
         Multiplied in the target's own type, as the target does.
         """
-        return F.linear(hidden.to(self.dtype), self._head.weight).float()
+        return project(hidden.to(self.dtype), self._head).float()
 
     @torch.no_grad()
     def features(

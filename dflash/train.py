@@ -34,7 +34,7 @@ from dflash.config import Config
 from dflash.data import Conversation, Split, read_jsonl, split
 from dflash.drafter import Drafter, DrafterConfig
 from dflash.errors import DataError
-from dflash.evaluate import Evaluation, evaluate
+from dflash.evaluate import Evaluation, decoding_threads, evaluate
 from dflash.feature_store import FeatureStore, feature_bytes
 from dflash.humaneval import humaneval
 from dflash.journal import Journal
@@ -350,16 +350,17 @@ def _evaluate(
     config: Config, trainer: Trainer, trained: Drafter, prompts: Sequence[Sequence[int]]
 ) -> Evaluation:
     dtype = getattr(torch, config.eval.dtype)
-    torch.set_num_threads(config.eval.threads or cores())
     target = trainer.target
     if target.dtype != dtype:
         target = load_target(config.target.name, dtype, target.device, say=say)
+    target = target.with_taps(trained.config.target_layer_ids)
+    torch.set_num_threads(config.eval.threads or decoding_threads(target, prompts[0]))
     drafter = Drafter(trained.config)  # uncompiled, and no view of the training's weights
     drafter.load_state_dict(trained.state_dict())
     drafter.to(target.device, dtype).requires_grad_(False)
     with ProgressBar("decoding", len(prompts), "prompts") as bar:
         return evaluate(
-            target.with_taps(trained.config.target_layer_ids),
+            target,
             drafter,
             prompts,
             max_new_tokens=config.eval.max_new_tokens,

@@ -150,6 +150,12 @@ class FakeTarget:
         return outputs, self._norm(x)
 
 
+@pytest.fixture(autouse=True)
+def one_cpu_thread() -> None:
+    """Tiny tensors gain nothing from threads, and beside other work they wait for each other."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture
 def make_target() -> Callable[..., FakeTarget]:
     """`make_target(layer_ids=(0, 2), seed=0, dtype=…, spec=…)`."""

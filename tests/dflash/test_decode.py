@@ -60,7 +60,7 @@ def overfit(target, drafter, ids, prompt_len, steps=150):
         num, den, _ = cross_entropy_sums(
             hidden.flatten(0, 1), labels.flatten(), weights.flatten(), target.head_weight
         )
-        losses.append(float(num / den))
+        losses.append((num / den).item())
         optimizer.zero_grad()
         (num / den).backward()
         optimizer.step()

@@ -62,6 +62,20 @@ def test_rows_say_every_figure():
     assert rows["equal to greedy"] == "2 of 2 outputs (40 tokens, float32)"
 
 
+def test_threads_are_chosen_by_measuring_and_left_to_the_caller(monkeypatch, fake_target):
+    monkeypatch.setattr(evaluate_module, "cores", lambda: 8)
+    used, chosen = [], []
+    monkeypatch.setattr(evaluate_module.torch, "set_num_threads", used.append)
+    for slow in (1, 8):
+
+        def decode(*_, slow=slow):
+            return Generation([1], 2.0 if used[-1] == slow else 1.0, 1, prefill_seconds=0.5)
+
+        monkeypatch.setattr(evaluate_module, "greedy", decode)
+        chosen.append(evaluate_module.decoding_threads(fake_target, [1]))
+    assert chosen == [8, 1]
+
+
 def test_first_difference():
     assert first_difference([1, 2], [1, 3]) == 1
     assert first_difference([1, 2], [1, 2, 3]) == 2

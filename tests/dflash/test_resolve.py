@@ -61,7 +61,7 @@ def test_the_written_configuration_comes_back_equal(tmp_path):
         ({"loss.ce": 0, "loss.kl": 0}, "both 0"),
         ({"optim.warmup": 2}, "optim.warmup is 2.0"),
         ({"optim.beta2": 1}, "optim.beta2 is 1.0"),
-        ({"train.epochs": 0}, "train.epochs is 0.0"),
+        ({"train.epochs": 0, "train.steps": 0}, "train.epochs is 0.0"),
         ({"drafter.block_size": 1}, "drafter.block_size is 1; it must be at least 2"),
     ],
 )

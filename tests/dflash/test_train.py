@@ -13,7 +13,8 @@ import pytest
 import torch
 from model_dir import write_chats, write_model
 
-from dflash import cli
+from dflash import cli, placement
+from dflash import evaluate as evaluate_module
 from dflash import train as train_module
 from dflash.checkpoint_format import load_drafter
 from dflash.journal import Journal
@@ -35,6 +36,14 @@ SMALL = [
     "loss.ce=0.5",
     "target.dtype=float32",
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_core():
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (train_module, evaluate_module, placement):
+            patch.setattr(module, "cores", lambda: 1)
+        yield
 
 
 @pytest.fixture(scope="module")
