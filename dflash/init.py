@@ -1,10 +1,9 @@
 """Start a drafter from its target: first layers below, last layer on top, features through one tap.
 
 A drafter that starts from noise spends its first hundreds of steps on what the target knows
-already. Measured on SmolLM2-135M with 300 steps of 8 sequences, block 4, two layers: acceptance
-length 1.83 from the target's first and last layer, 1.73 from noise, 1.67 from the last two layers
-(`docs/quickstart-recipe.md`). The bottom layer meets token embeddings, as the target's first one
-does; the top layer feeds the head, as the target's last one does.
+already (`benchmarks/quickstart_recipe.py --only base,random` compares the two). The bottom layer
+meets token embeddings, as the target's first one does; the top layer feeds the head, as the
+target's last one does.
 
 What is copied, for drafter layer i from target layer l:
 - q, k, v, o and the MLP; the norms in front are folded into the matrices behind them, so that the
