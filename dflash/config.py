@@ -193,14 +193,14 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "loss.head_vocab": "seen",
         "optim.lr": 1e-3,
         "optim.beta2": 0.95,
-        "train.steps": 300,
+        "train.steps": 240,
         "train.batch": 4,
         "train.anchors": 32,
         "train.dtype": "float32",
         "train.checkpoint_every": 50,
         "train.log_every": 10,
         "features.buckets": 2,
-        "eval.max_new_tokens": 64,
+        "eval.max_new_tokens": 48,
     },
 }
 

@@ -153,16 +153,20 @@ class Engine:
 
     def _applied_verdict(self, patch_id: str) -> Verdict | None:
         """The verdict on an applied patch, by what is in its places now; None if not applied."""
-        with self._lock:
-            record = self._records.get(patch_id)
-            if record is None or record.slots is None:
-                return None
-            verdict, slots = record.verdict, list(record.slots)
-        lost = [s.describe() for s in slots if not s.is_effective()]
-        if not lost:
-            return verdict
-        reason = f"applied, but something else has since been put in place of {lost[0]}"
-        return replace(verdict, state=State.DISPLACED, reason=reason)
+        while True:
+            with self._lock:
+                record = self._records.get(patch_id)
+                if record is None or record.slots is None:
+                    return None
+                verdict, slots, generation = record.verdict, list(record.slots), self._generation
+            lost = [s.describe() for s in slots if not s.is_effective()]
+            if not lost:
+                return verdict
+            with self._lock:
+                if generation != self._generation:
+                    continue  # taken away while we looked
+            reason = f"applied, but something else has since been put in place of {lost[0]}"
+            return replace(verdict, state=State.DISPLACED, reason=reason)
 
     # -- apply
 

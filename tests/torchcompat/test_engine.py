@@ -449,3 +449,20 @@ def test_a_child_forked_while_the_lock_is_held_can_apply(
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     holding.get()
     assert states(engine.apply(None, None)) == {"p": "applied"}
+
+
+def test_a_patch_taken_away_while_its_places_are_looked_at_is_not_displaced(
+    leaf: Any, wrap: Make, patch_of: Make, engine_of: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(patch_of(wrap()))
+    engine.apply(None, None)
+    (slot,) = engine.slots()
+    real = type(slot).is_effective
+
+    def take_away_first(self: Any) -> bool:
+        monkeypatch.setattr(type(slot), "is_effective", real)
+        engine.unapply(None)
+        return real(self)
+
+    monkeypatch.setattr(type(slot), "is_effective", take_away_first)
+    assert [v.state for v in engine.status()] == [State.DISABLED]
