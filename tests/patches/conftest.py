@@ -72,8 +72,14 @@ def module_calls(traced: fx.GraphModule) -> list[Any]:
     return [n.target for n in traced.graph.nodes if n.op == "call_module"]
 
 
+@pytest.fixture(autouse=True)
+def _stock_torch_to_begin_with() -> None:
+    """A training run in an earlier test has applied the patches for the whole process."""
+    torchcompat.unapply()
+
+
 @pytest.fixture
-def patched() -> Iterator[None]:
+def patched(_stock_torch_to_begin_with: None) -> Iterator[None]:
     call, getattr_ = nn.Module.__call__, nn.Module.__getattr__
     codes = call.__code__, getattr_.__code__
     with torchcompat.applied():
