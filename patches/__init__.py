@@ -13,6 +13,20 @@ if __name__ != "torchcompat.patches":
 
 from torchcompat.patch import Patch
 
-from . import fx_patcher, fx_tracing_flag
+from . import (
+    error_on_graph_break,
+    fx_patcher,
+    fx_traceback_meta,
+    fx_tracing_flag,
+    is_compiling_flag,
+    make_fx_tracer,
+)
 
-PATCHES: Final[tuple[Patch, ...]] = (fx_tracing_flag.PATCH, fx_patcher.PATCH)
+PATCHES: Final[tuple[Patch, ...]] = (
+    fx_tracing_flag.PATCH,
+    fx_patcher.PATCH,
+    make_fx_tracer.PATCH,
+    fx_traceback_meta.PATCH,
+    is_compiling_flag.PATCH,
+    error_on_graph_break.PATCH,
+)

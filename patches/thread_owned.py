@@ -20,6 +20,8 @@ from torchcompat.rewrite import PLACEHOLDER, embed, recompile
 
 Hook = Callable[..., Any]
 
+_OWNER = PLACEHOLDER + "owner"
+
 
 class _Pending(threading.local):
     """Per thread: active hooks, innermost last, and the calls on their way through a hook."""
@@ -110,7 +112,7 @@ def _with_prologue(function: FunctionType, owner: ThreadOwnedFunction) -> CodeTy
         names += [f"**{node.args.kwarg.arg}"] if node.args.kwarg else []
         prologue = ast.parse(
             "if not torch.compiler.is_dynamo_compiling():\n"
-            f"    _hook = {PLACEHOLDER!r}.route()\n"
+            f"    _hook = {_OWNER!r}.route()\n"
             "    if _hook is not None:\n"
             f"        return _hook({', '.join(names)})\n"
         ).body
@@ -120,7 +122,7 @@ def _with_prologue(function: FunctionType, owner: ThreadOwnedFunction) -> CodeTy
         node.body[:0] = prologue
         return node
 
-    return embed(recompile(function, insert), owner)
+    return embed(recompile(function, insert), {_OWNER: owner})
 
 
 def _clone(function: FunctionType) -> FunctionType:

@@ -22,7 +22,7 @@ from torchcompat.errors import (
 )
 from torchcompat.patch import Code, Edit, Patch, Replace, Value, Wrap
 from torchcompat.report import Report
-from torchcompat.rewrite import ThreadLocal
+from torchcompat.rewrite import ThreadLocal, ThreadLocals
 from torchcompat.target import MISSING
 from torchcompat.verdict import Finding, State, Verdict
 
@@ -43,6 +43,7 @@ __all__ = [
     "State",
     "TargetNotFound",
     "ThreadLocal",
+    "ThreadLocals",
     "TorchBuild",
     "TorchCompatError",
     "Value",

@@ -18,7 +18,7 @@ import linecache
 import sys
 import textwrap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Final
@@ -31,8 +31,8 @@ from torchcompat.verdict import Finding
 _FUTURE_FLAGS: Final = sum(
     getattr(__future__, name).compiler_flag for name in __future__.all_feature_names
 )
-#: Stands in recompiled source for the object that `embed` puts there.
-PLACEHOLDER: Final = "<torchcompat: this object>"
+#: With a name behind it, stands in recompiled source for the object that `embed` puts there.
+PLACEHOLDER: Final = "<torchcompat> "
 _KINDS: Final = (
     inspect.CO_GENERATOR
     | inspect.CO_COROUTINE
@@ -72,33 +72,37 @@ def functions_using(module: ModuleType, name: str) -> list[FunctionType]:
     return sorted(found.values(), key=lambda f: f.__code__.co_firstlineno)
 
 
-class _GlobalToAttribute(ast.NodeTransformer):
-    """`NAME` -> `PLACEHOLDER.value`, and no `global NAME` any more."""
+class _GlobalsToAttributes(ast.NodeTransformer):
+    """`NAME` -> `<placeholder of NAME>.value`, and no `global NAME` any more."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, names: Collection[str]) -> None:
+        self.names = names
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
-        if node.id != self.name:
+        if node.id not in self.names:
             return node
-        holder = ast.copy_location(ast.Constant(PLACEHOLDER), node)
+        holder = ast.copy_location(ast.Constant(PLACEHOLDER + node.id), node)
         return ast.copy_location(ast.Attribute(holder, "value", node.ctx), node)
 
     def visit_Global(self, node: ast.Global) -> ast.AST:
-        names = [n for n in node.names if n != self.name]
+        names = [n for n in node.names if n not in self.names]
         if names:
             return ast.copy_location(ast.Global(names), node)
         return ast.copy_location(ast.Pass(), node)
 
 
-def embed(code: CodeType, value: object) -> CodeType:
-    """`code`, and every function defined in it, with `value` for the constant `PLACEHOLDER`.
+def embed(code: CodeType, values: Mapping[str, object]) -> CodeType:
+    """`code`, and every function defined in it, with `values` for the constants that name them.
 
-    A constant rather than a global of the module: a call that is under way when the patch is taken
-    away still finds it.
+    Constants rather than globals of the module: a call that is under way when the patch is taken
+    away still finds them.
     """
     consts = (
-        embed(c, value) if isinstance(c, CodeType) else value if c == PLACEHOLDER else c
+        embed(c, values)
+        if isinstance(c, CodeType)
+        else values.get(c, c)
+        if isinstance(c, str)
+        else c
         for c in code.co_consts
     )
     return code.replace(co_consts=tuple(consts))
@@ -184,18 +188,33 @@ def recompile(function: FunctionType, change: Callable[[ast.FunctionDef], ast.AS
     return new.replace(**changes)
 
 
-def rewrite_global(function: FunctionType, name: str, holder: object) -> CodeType:
-    """Code for `function` in which the global `name` is `holder.value`."""
-    new = recompile(function, _GlobalToAttribute(name).visit)
-    if uses_global(new, name):
-        raise SourceDrift(f"{function.__qualname__} still uses the global {name} when rewritten")
-    return embed(new, holder)
+def rewrite_globals(function: FunctionType, holders: Mapping[str, object]) -> CodeType:
+    """Code for `function` in which each global `name` is `holders[name].value`."""
+    new = recompile(function, _GlobalsToAttributes(holders.keys()).visit)
+    for name in holders:
+        if uses_global(new, name):
+            raise SourceDrift(f"{function.__qualname__} still uses the global {name} rewritten")
+    return embed(new, {PLACEHOLDER + name: holder for name, holder in holders.items()})
 
 
-def thread_value(default: object) -> threading.local:
-    """A `threading.local` whose `.value` is `default` in every thread that has not set it."""
-    # A class attribute serves threads that never wrote: no per-thread initialiser on the hot path.
-    cls: type[threading.local] = type("ThreadValue", (threading.local,), {"value": default})
+def thread_value(
+    default: object = None, fresh: Callable[[], object] | None = None
+) -> threading.local:
+    """A `threading.local` whose `.value` is `default` in every thread that has not set it.
+
+    With `fresh` each thread begins with an object of its own, for values changed in place.
+    """
+    if fresh is None:
+        # A class attribute serves threads that never wrote: no initialiser on the hot path.
+        namespace: dict[str, object] = {"value": default}
+    else:
+        make = fresh
+
+        def __init__(self: Any) -> None:
+            self.value = make()
+
+        namespace = {"__init__": __init__}
+    cls: type[threading.local] = type("ThreadValue", (threading.local,), namespace)
     return cls()
 
 
@@ -218,52 +237,110 @@ class _ShadowedGlobal(AttrSlot):
 class ThreadLocal(Edit):
     """Give every thread its own value of the global `module.name`, starting from `default`.
 
-    `fixed_by` names attributes of the module that only a torch with per-thread state of its own
-    has: any of them present means that upstream fixed the fault.
+    `fresh` makes each thread's own start instead, for objects that are changed in place; the main
+    thread goes on with the object that is there, since others may hold it. `fixed_by` names
+    attributes of the module that only a torch with per-thread state of its own has: any of them
+    present means that upstream fixed the fault. `optional`: some versions do not have the global,
+    and need nothing done.
     """
 
     module: str
     name: str
     default: object = None
+    fresh: Callable[[], object] | None = None
     fixed_by: tuple[str, ...] = ()
+    optional: bool = False
 
     @property
     def modules(self) -> tuple[str, ...]:
         return (self.module,)
 
     def inspect(self) -> Finding:
-        module = sys.modules[self.module]
-        where = f"{self.module}:{self.name}"
-        for name in self.fixed_by:
-            if hasattr(module, name):
-                return Finding("fixed", f"{self.module} has {name}: the state is per thread here")
-        if self.name not in vars(module):
-            return Finding("missing", f"{where} does not exist in this torch")
-        functions = functions_using(module, self.name)
-        if not functions:
-            return Finding("drifted", f"no function of {self.module} uses the global {self.name}")
-        try:
-            for function in functions:
-                rewrite_global(function, self.name, None)
-        except SourceDrift as e:
-            return Finding("drifted", str(e))
-        used_by = ", ".join(f.__qualname__ for f in functions)
-        return Finding("ok", f"{where} is one value for all threads", (f"used by {used_by}",))
+        return _inspect(self.module, (self,))
 
     def build(self) -> list[Slot]:
-        module = sys.modules[self.module]
-        store = thread_value(self.default)
+        return _build(self.module, (self,))
 
-        def read(_: ModuleType) -> object:
-            return store.value
 
-        def write(_: ModuleType, value: object) -> None:
-            store.value = value
+@dataclass(frozen=True, kw_only=True)
+class ThreadLocals(Edit):
+    """Several `ThreadLocal` of one module that share functions, which are rewritten once."""
 
-        slots: list[Slot] = [
-            CodeSlot(function, rewrite_global(function, self.name, store))
-            for function in functions_using(module, self.name)
-        ]
-        slots.append(_ShadowedGlobal(module, self.name, self.default))
-        slots.append(ModulePropertySlot(module, self.name, property(read, write)))
-        return slots
+    variables: tuple[ThreadLocal, ...]
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return self.variables[0].modules
+
+    def inspect(self) -> Finding:
+        return _inspect(self.variables[0].module, self.variables)
+
+    def build(self) -> list[Slot]:
+        return _build(self.variables[0].module, self.variables)
+
+
+def _present(module: ModuleType, variables: Sequence[ThreadLocal]) -> list[ThreadLocal]:
+    return [v for v in variables if not v.optional or v.name in vars(module)]
+
+
+def _users(module: ModuleType, names: Sequence[str]) -> dict[FunctionType, list[str]]:
+    """The functions of `module` that use any of `names`, and which each uses."""
+    users: dict[FunctionType, list[str]] = {}
+    for name in names:
+        for function in functions_using(module, name):
+            users.setdefault(function, []).append(name)
+    return users
+
+
+def _inspect(module_name: str, variables: Sequence[ThreadLocal]) -> Finding:
+    module = sys.modules[module_name]
+    for name in (name for v in variables for name in v.fixed_by):
+        if hasattr(module, name):
+            return Finding("fixed", f"{module_name} has {name}: the state is per thread here")
+    present = _present(module, variables)
+    for variable in present:
+        if variable.name not in vars(module):
+            return Finding("missing", f"{module_name}:{variable.name} is not in this torch")
+    users = _users(module, [v.name for v in present])
+    unused = {v.name for v in present} - {name for names in users.values() for name in names}
+    if unused:
+        return Finding("drifted", f"no function of {module_name} uses the global {min(unused)}")
+    try:
+        for function, names in users.items():
+            rewrite_globals(function, dict.fromkeys(names))
+    except SourceDrift as e:
+        return Finding("drifted", str(e))
+    where = ", ".join(v.name for v in present)
+    used_by = ", ".join(f.__qualname__ for f in users)
+    if not present:
+        return Finding("ok", f"{module_name} has nothing of the kind in this torch")
+    return Finding("ok", f"{module_name}:{where} is for all threads", (f"used by {used_by}",))
+
+
+def _build(module_name: str, variables: Sequence[ThreadLocal]) -> list[Slot]:
+    module = sys.modules[module_name]
+    present = _present(module, variables)
+    stores: dict[str, Any] = {v.name: thread_value(v.default, v.fresh) for v in present}
+    slots: list[Slot] = [
+        CodeSlot(function, rewrite_globals(function, {name: stores[name] for name in names}))
+        for function, names in _users(module, list(stores)).items()
+    ]
+    for variable in present:
+        before = variable.default
+        if variable.fresh is not None:
+            before = vars(module)[variable.name]
+            if threading.current_thread() is threading.main_thread():
+                stores[variable.name].value = before
+        slots.append(_ShadowedGlobal(module, variable.name, before))
+        slots.append(ModulePropertySlot(module, variable.name, _property(stores[variable.name])))
+    return slots
+
+
+def _property(store: Any) -> property:
+    def read(_: ModuleType) -> object:
+        return store.value
+
+    def write(_: ModuleType, value: object) -> None:
+        store.value = value
+
+    return property(read, write)

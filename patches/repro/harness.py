@@ -27,6 +27,13 @@ def apply_patches(*ids: str) -> None:
         torchcompat.apply(only=list(ids))
 
 
+def apply_always(*ids: str) -> None:
+    """Apply patches whose fault would hide the one at hand, in both runs."""
+    import torchcompat
+
+    torchcompat.apply(only=list(ids))
+
+
 def warm_up() -> None:
     """CUDA builds up to 2.11 on a machine without a GPU crash unless the first compile is ours."""
     import torch
@@ -62,6 +69,12 @@ def first_line(error: BaseException | None) -> str:
     """`Type: first line` of an error."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0] if text else ''}"
+
+
+def not_applicable(reason: str) -> NoReturn:
+    """End where this torch has nothing of the kind."""
+    print(f"does not apply: {reason}", flush=True)
+    os._exit(2)
 
 
 def verdict(faults: list[str]) -> NoReturn:

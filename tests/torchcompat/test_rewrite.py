@@ -17,7 +17,7 @@ from torchcompat.rewrite import (
     embed,
     functions_using,
     recompile,
-    rewrite_global,
+    rewrite_globals,
     thread_value,
     uses_global,
 )
@@ -159,7 +159,7 @@ def test_tracebacks_show_the_real_lines(module):
 
 def test_a_rewritten_global_is_read_and_written_in_the_holder(module):
     holder = thread_value("own")
-    module.put.__code__ = rewrite_global(module.put, "_flag", holder)
+    module.put.__code__ = rewrite_globals(module.put, {"_flag": holder})
     assert module.put("new") == "own"
     assert holder.value == "new"
     assert module._flag is False
@@ -199,12 +199,12 @@ def test_source_that_was_edited_on_disk_is_not_taken_for_the_code(module):
 def test_embed_reaches_nested_functions():
     def outer():
         def inner():
-            return "<torchcompat: this object>"
+            return "<torchcompat> mark"
 
         return inner
 
     mark = object()
-    outer.__code__ = embed(outer.__code__, mark)
+    outer.__code__ = embed(outer.__code__, {"<torchcompat> mark": mark})
     assert outer()() is mark
 
 
@@ -260,3 +260,23 @@ def test_a_call_under_way_survives_the_undoing(module):
         slot.undo()
     open_block.__exit__(None, None, None)  # writes where it read, not into the module
     assert module._flag is False
+
+
+def test_values_changed_in_place_begin_anew_in_each_thread(module):
+    del module.first
+    module._flag = started = {}
+    slots = ThreadLocal(module="sample_of_torch", name="_flag", fresh=dict).build()
+    set_all(slots, [])
+    assert module.get() is started, "the main thread goes on with what others may hold"
+    module.get()["mine"] = 1
+    assert in_thread(module.get) == {}
+    assert in_thread(lambda: module.get() is module.get())
+    for slot in reversed(slots):
+        slot.undo()
+    assert module._flag is started
+
+
+def test_an_optional_global_that_is_not_there_needs_nothing(module):
+    edit = ThreadLocal(module="sample_of_torch", name="gone", optional=True)
+    assert edit.inspect().kind == "ok"
+    assert edit.build() == []
