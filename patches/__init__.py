@@ -19,6 +19,7 @@ from . import (
     fx_traceback_meta,
     fx_tracing_flag,
     is_compiling_flag,
+    lazy_backward,
     make_fx_tracer,
 )
 
@@ -29,4 +30,5 @@ PATCHES: Final[tuple[Patch, ...]] = (
     fx_traceback_meta.PATCH,
     is_compiling_flag.PATCH,
     error_on_graph_break.PATCH,
+    lazy_backward.PATCH,
 )

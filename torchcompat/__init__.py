@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from torchcompat.api import applied, apply, explain, original, plan, status, unapply
 from torchcompat.build import TorchBuild
+from torchcompat.choice import FirstOf
 from torchcompat.errors import (
     ConfigError,
     PatchConflict,
@@ -32,6 +33,7 @@ __all__ = [
     "ConfigError",
     "Edit",
     "Finding",
+    "FirstOf",
     "Patch",
     "PatchConflict",
     "PatchError",
