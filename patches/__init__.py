@@ -14,6 +14,7 @@ if __name__ != "torchcompat.patches":
 from torchcompat.patch import Patch
 
 from . import (
+    dynamo_reset,
     error_on_graph_break,
     fx_patcher,
     fx_traceback_meta,
@@ -31,4 +32,5 @@ PATCHES: Final[tuple[Patch, ...]] = (
     is_compiling_flag.PATCH,
     error_on_graph_break.PATCH,
     lazy_backward.PATCH,
+    dynamo_reset.PATCH,
 )
