@@ -19,6 +19,8 @@ from conftest import WAIT_S, Worker
 import torchcompat
 
 x = torch.ones(4)
+# CUDA builds up to 2.11 without a GPU crash unless the main thread is the first to compile.
+torch.compile(lambda y: y + 1, backend="eager")(x)
 
 
 class Held:
