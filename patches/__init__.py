@@ -14,6 +14,7 @@ if __name__ != "torchcompat.patches":
 from torchcompat.patch import Patch
 
 from . import (
+    compile_single_flight,
     dynamo_reset,
     error_on_graph_break,
     fx_patcher,
@@ -31,6 +32,7 @@ PATCHES: Final[tuple[Patch, ...]] = (
     fx_traceback_meta.PATCH,
     is_compiling_flag.PATCH,
     error_on_graph_break.PATCH,
+    compile_single_flight.PATCH,
     lazy_backward.PATCH,
     dynamo_reset.PATCH,
 )
