@@ -22,6 +22,7 @@ from . import (
     fx_tracing_flag,
     is_compiling_flag,
     lazy_backward,
+    lazy_graph_module,
     make_fx_tracer,
 )
 
@@ -32,6 +33,7 @@ PATCHES: Final[tuple[Patch, ...]] = (
     fx_traceback_meta.PATCH,
     is_compiling_flag.PATCH,
     error_on_graph_break.PATCH,
+    lazy_graph_module.PATCH,
     compile_single_flight.PATCH,
     lazy_backward.PATCH,
     dynamo_reset.PATCH,

@@ -20,7 +20,9 @@ import ast
 import functools
 import itertools
 import sys
+import time
 import weakref
+from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any, Final
 
@@ -59,10 +61,44 @@ def _is_spent(entry: Any) -> bool:
     return getattr(entry.guard_manager, "_torchcompat_spent", False)
 
 
+def _region() -> int:
+    """Of `isolate_recompiles`, where torch has it: which entries a call may use."""
+    read = getattr(sys.modules[_EVALUATOR], "get_eval_frame_isolate_recompiles_id", None)
+    return -1 if read is None else int(read())
+
+
+@dataclass(frozen=True)
+class _Unfiled:
+    """Compiled code between the lock's release and the evaluator's filing it, which only the
+    thread that compiled can do. It looks like the entry that it is going to be."""
+
+    guards: weakref.ref[Any]  # weak: this must not keep compiled code alive
+    made: weakref.ref[CodeType]
+    compile_id: Any
+    trace_annotation: str
+    backend: Any
+    isolate_recompiles_id: int
+    since: float
+
+    @property
+    def guard_manager(self) -> Any:
+        return self.guards()
+
+    @property
+    def code(self) -> Any:
+        return self.made()
+
+    def is_over(self) -> bool:
+        """Filing sets the entry on the guards; and nobody is in between for seconds."""
+        manager = self.guards()
+        filed = manager is None or manager.cache_entry is not None or self.made() is None
+        return filed or time.monotonic() - self.since > 5
+
+
 def _fits(entry: Any, backend: Any, region: int, f_locals: dict[str, Any]) -> bool:
     """Whether the evaluator's lookup would take `entry`; where that cannot be told, it does not."""
     manager = entry.guard_manager
-    if isinstance(manager, sys.modules[_GUARDS].DeletedGuardManagerWrapper):
+    if manager is None or isinstance(manager, sys.modules[_GUARDS].DeletedGuardManagerWrapper):
         return False
     if getattr(entry, "isolate_recompiles_id", -1) not in (region, -1):
         return False
@@ -80,17 +116,29 @@ class _Flights:
         self._clock = itertools.count(1)
         #: id of a code object -> its death watch, when it was refused, the answer
         self._refusals: dict[int, tuple[weakref.ref[CodeType], int, Any]] = {}
+        self._unfiled: list[tuple[weakref.ref[CodeType], _Unfiled]] = []
 
     def arrive(self) -> int:
         return next(self._clock)
 
-    def note(self, frame: Any, result: Any) -> Any:
-        """Keep an answer for all future calls of the function that is not compiled code."""
+    def note(self, callback: Any, frame: Any, result: Any) -> Any:
+        """Keep what the evaluator does not show yet of a compile's answer; gives `result` back."""
         code = frame.f_code
         self._refusals.pop(id(code), None)
-        compiled = hasattr(result, "guard_manager")  # 2.6 answers with the code itself
-        compiled = compiled or getattr(result, "guarded_code", None) is not None
-        if not compiled and getattr(result, "apply_to_code", True):
+        # 2.6 answers with the code itself
+        guarded = getattr(result, "guarded_code", result if hasattr(result, "code") else None)
+        if guarded is not None:
+            unfiled = _Unfiled(
+                weakref.ref(guarded.guard_manager),
+                weakref.ref(guarded.code),
+                guarded.compile_id,
+                getattr(guarded, "trace_annotation", "Unknown"),
+                _backend_of(callback),
+                _region(),
+                time.monotonic(),
+            )
+            self._unfiled.append((weakref.ref(code), unfiled))
+        elif getattr(result, "apply_to_code", True):
             gone = weakref.ref(code, functools.partial(self._forget, id(code)))
             self._refusals[id(code)] = (gone, next(self._clock), result)
         return result
@@ -104,15 +152,14 @@ class _Flights:
         refusal = self._refusals.get(id(code))
         if refusal is not None and refusal[0]() is code and refusal[1] > arrived:
             return (refusal[2],)
+        self._unfiled = [pair for pair in self._unfiled if not pair[1].is_over()]
         if _records_more_than_code(callback):
             return None
-        evaluator = sys.modules[_EVALUATOR]
-        entries = evaluator._debug_get_cache_entry_list(code)
+        entries = sys.modules[_EVALUATOR]._debug_get_cache_entry_list(code)
+        entries = [u for of, u in self._unfiled if of() is code] + entries
         if not entries:
             return None
-        read_region = getattr(evaluator, "get_eval_frame_isolate_recompiles_id", None)
-        region = -1 if read_region is None else read_region()
-        backend, f_locals = _backend_of(callback), frame.f_locals
+        backend, region, f_locals = _backend_of(callback), _region(), frame.f_locals
         for entry in entries:
             if _fits(entry, backend, region, f_locals):
                 return (_used_once(entry),)
@@ -172,7 +219,7 @@ class _LookAgainUnderLock(ast.NodeTransformer):
         if not self._inside or not ast.unparse(node.func).startswith("self._torchdynamo_orig_"):
             return node
         self.compiles += 1
-        note = ast.parse(f"{PLACEHOLDER!r}.note(frame)").body[0]
+        note = ast.parse(f"{PLACEHOLDER!r}.note(self, frame)").body[0]
         assert isinstance(note, ast.Expr)
         assert isinstance(note.value, ast.Call)
         for part in ast.walk(note):
@@ -241,6 +288,7 @@ PATCH = Patch(
             anchors=("num_cache_entries_with_same_id_matched_objs += 1",),
         ),
     ),
+    requires=("lazy_graph_module",),  # threads now share a graph module from its first call on
     repro="repro/compile_single_flight.py",
     links=("https://github.com/pytorch/pytorch/issues/168042",),
 )

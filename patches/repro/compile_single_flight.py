@@ -10,7 +10,7 @@ import harness
 import torch
 
 harness.warm_up()
-harness.apply_patches("compile_single_flight")
+harness.apply_patches("lazy_graph_module", "compile_single_flight")
 faults = []
 THREADS = 10
 compiles: list[str] = []
