@@ -24,6 +24,7 @@ from . import (
     lazy_backward,
     lazy_graph_module,
     make_fx_tracer,
+    recompile_budget,
 )
 
 PATCHES: Final[tuple[Patch, ...]] = (
@@ -36,5 +37,6 @@ PATCHES: Final[tuple[Patch, ...]] = (
     lazy_graph_module.PATCH,
     compile_single_flight.PATCH,
     lazy_backward.PATCH,
+    recompile_budget.PATCH,
     dynamo_reset.PATCH,
 )
