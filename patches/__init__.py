@@ -25,6 +25,7 @@ from . import (
     lazy_graph_module,
     make_fx_tracer,
     recompile_budget,
+    user_object_registry,
 )
 
 PATCHES: Final[tuple[Patch, ...]] = (
@@ -38,5 +39,6 @@ PATCHES: Final[tuple[Patch, ...]] = (
     compile_single_flight.PATCH,
     lazy_backward.PATCH,
     recompile_budget.PATCH,
+    user_object_registry.PATCH,
     dynamo_reset.PATCH,
 )
