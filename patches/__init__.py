@@ -17,6 +17,8 @@ from . import (
     compile_single_flight,
     dynamo_reset,
     error_on_graph_break,
+    export_load,
+    export_threads,
     fx_patcher,
     fx_traceback_meta,
     fx_tracing_flag,
@@ -41,4 +43,6 @@ PATCHES: Final[tuple[Patch, ...]] = (
     recompile_budget.PATCH,
     user_object_registry.PATCH,
     dynamo_reset.PATCH,
+    export_threads.PATCH,
+    export_load.PATCH,
 )
