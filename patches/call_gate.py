@@ -4,11 +4,18 @@ Compiled calls are the readers, whoever takes compiled code away is the writer. 
 count themselves in and out: the writer looks at every thread's stack for the wrapper that
 `torch.compile` puts around a function. Only while a writer waits or works does a new call, in
 `torch._dynamo.eval_frame._callback_from_stance`, come to stand before the gate.
+
+The stacks of other threads are read by faulthandler, in one go with the interpreter stopped. To
+walk them by `frame.f_back` is not safe: the thread runs on between two steps, and Dynamo's own
+frames leave links to memory that is used again.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import re
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,11 +29,38 @@ _ENTRY: Final = "_callback_from_stance"
 #: How long a writer waits for calls under way before it gives up.
 TIMEOUT_S = 30.0
 
-Place = tuple[str, int]
+Place = tuple[str, int, str]
+#: How faulthandler writes the head of a stack, and a frame of it.
+_THREAD: Final = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)")
+_FRAME: Final = re.compile(r'  File "(.*)", line \S+ in (.*)')
+_CUT: Final = "  ..."
 
 
 def _place(code: CodeType) -> Place:
-    return code.co_filename, code.co_firstlineno
+    return code.co_filename, code.co_firstlineno, code.co_name
+
+
+def threads_in(names: set[str]) -> list[int]:
+    """The threads with a function of `torch._dynamo.eval_frame` called one of `names` on the stack.
+
+    faulthandler cuts a stack of over a hundred frames, and leaves out threads beyond the hundredth;
+    such a thread counts as being in one (as number 0, if it is not known).
+    """
+    file = str(sys.modules[_EVAL_FRAME].__file__).encode("ascii", "backslashreplace").decode()
+    with tempfile.TemporaryFile("w+") as text:
+        faulthandler.dump_traceback(text, all_threads=True)
+        text.seek(0)
+        lines = text.read().splitlines()
+    found: dict[int, None] = {}
+    ident = 0
+    for line in lines:
+        if head := _THREAD.match(line):
+            ident = int(head[1], 16)
+        elif line == "...":
+            found[0] = None
+        elif line == _CUT or ((f := _FRAME.match(line)) and f[1] == file and f[2] in names):
+            found[ident] = None
+    return list(found)
 
 
 def wrapper_places(make_wrapper: CodeType) -> set[Place]:
@@ -132,12 +166,8 @@ class CallGate:
     def _inside(self, me: int) -> list[int]:
         """The other threads in a compiled call; one that stands before the gate is in none yet."""
         with self._changed:
-            stacks = sys._current_frames()
-            return [
-                ident
-                for ident, frame in stacks.items()
-                if ident != me and ident not in self._before_gate and _calls_on(frame, self._places)
-            ]
+            found = threads_in({name for _, _, name in self._places})
+            return [ident for ident in found if ident != me and ident not in self._before_gate]
 
     def _divert(self) -> None:
         """Lead the beginning of every compiled call past `_pass` until the gate opens."""

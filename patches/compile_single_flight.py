@@ -185,7 +185,7 @@ def _look_again(function: FunctionType) -> CodeType:
     code = recompile(function, change.visit)
     if (change.locks, change.compiles) != (1, 1):
         raise SourceDrift(f"{function.__qualname__} compiles in {change.compiles} places")
-    return embed(code, _Flights())
+    return embed(code, {PLACEHOLDER: _Flights()})
 
 
 class _LookAgainUnderLock(ast.NodeTransformer):

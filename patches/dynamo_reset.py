@@ -53,7 +53,7 @@ def _behind_the_gate(purpose: str) -> Callable[[FunctionType], CodeType]:
             node.body[int(documented) :] = [gated]
             return node
 
-        return embed(recompile(function, change), _gate())
+        return embed(recompile(function, change), {PLACEHOLDER: _gate()})
 
     return factory
 

@@ -2,11 +2,12 @@
 
 `torch.compiler.is_compiling()`, which libraries ask before they take a path meant for tracing,
 reads a module global. From 2.13 on it is set for the length of every compile, and in every version
-for the length of an export; `is_exporting()` and the non-strict tracing flag are of the same kind.
+for the length of an export; the flag of non-strict tracing is of the same kind (that of
+`is_exporting()` too: patch export_threads).
 An eager thread beside it is told that it is being traced: silently another path, with checks and
 warnings left out. Two exports that overlap leave the flags set.
 
-The three flags become thread-local in place. `is_compiling` and its like keep their identity, which
+The flags become thread-local in place. `is_compiling` and its like keep their identity, which
 Dynamo replaces by constants; the writers in `torch._export.utils` go through the module's
 properties.
 """
@@ -29,7 +30,6 @@ PATCH = Patch(
     affects=">=2.6.0.dev0",
     edits=(
         ThreadLocal(module=_MODULE, name="_is_compiling_flag", default=False),
-        ThreadLocal(module=_MODULE, name="_is_exporting_flag", default=False, optional=True),
         ThreadLocal(
             module=_MODULE, name="_is_non_strict_tracing_flag", default=False, optional=True
         ),

@@ -124,7 +124,7 @@ def _post_compile(function: FunctionType) -> CodeType:
     code = recompile(function, change.visit)
     if change.found != 1:
         raise SourceDrift(f"{function.__qualname__} asks {change.found} times if {_ASKED}")
-    return embed(code, _Gate)
+    return embed(code, {PLACEHOLDER: _Gate})
 
 
 PATCH = Patch(

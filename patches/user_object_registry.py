@@ -104,7 +104,7 @@ def _rewritten(function: FunctionType, tables: _Tables | None) -> CodeType:
     code = recompile(function, _ToTables().visit)
     if uses_global(code, _TABLE) or uses_global(code, _KEPT):
         raise SourceDrift(f"{function.__qualname__} still uses the shared table when rewritten")
-    return embed(code, tables)
+    return embed(code, {PLACEHOLDER: tables})
 
 
 def _functions() -> Iterator[FunctionType]:

@@ -31,7 +31,7 @@ from torchcompat.verdict import Finding
 _FUTURE_FLAGS: Final = sum(
     getattr(__future__, name).compiler_flag for name in __future__.all_feature_names
 )
-#: With a name behind it, stands in recompiled source for the object that `embed` puts there.
+#: Alone or with a name behind it, stands in recompiled source for an object that `embed` puts in.
 PLACEHOLDER: Final = "<torchcompat> "
 _KINDS: Final = (
     inspect.CO_GENERATOR

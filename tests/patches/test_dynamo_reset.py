@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import WAIT_S, Worker
+from interleaving import WAIT_S, Worker
 
 import torchcompat
 
@@ -161,3 +161,25 @@ def test_identity_and_code_are_restored() -> None:
         reset()
         assert torch._dynamo.eval_frame._callback_from_stance is entry
     assert reset.__code__ is code
+
+
+def test_stacks_are_read_as_faulthandler_writes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchcompat.patches import call_gate
+
+    file = torch._dynamo.eval_frame.__file__
+
+    def dump(text: Any, all_threads: bool) -> None:
+        text.write(
+            "Thread 0x0000000000000010 (most recent call first):\n"
+            f'  File "{file}", line 7 in compile_wrapper\n\n'
+            "Thread 0x0000000000000020 (most recent call first):\n"
+            f'  File "{file}", line ??? in other\n'
+            '  File "elsewhere.py", line 7 in compile_wrapper\n\n'
+            "Current thread 0x0000000000000030 [name] (most recent call first):\n"
+            '  File "deep.py", line 7 in f\n'
+            "  ...\n"
+            "...\n"
+        )
+
+    monkeypatch.setattr(call_gate.faulthandler, "dump_traceback", dump)
+    assert call_gate.threads_in({"compile_wrapper"}) == [0x10, 0x30, 0]

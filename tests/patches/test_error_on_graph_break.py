@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import WAIT_S, Worker
+from interleaving import WAIT_S, Worker
 from torch._dynamo.exc import Unsupported
 
 pytestmark = pytest.mark.skipif(

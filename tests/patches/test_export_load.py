@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import WAIT_S, Worker
+from interleaving import WAIT_S, Worker
 from torch._export.serde import serialize
 
 x = torch.ones(4)

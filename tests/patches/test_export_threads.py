@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import WAIT_S, Worker
+from interleaving import WAIT_S, Worker
 from torch import nn
 from torch._export.utils import _compiling_state_context
 

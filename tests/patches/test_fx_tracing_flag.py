@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.fx._symbolic_trace as st
-from conftest import WAIT_S, Gate, Worker, tracing
+from interleaving import WAIT_S, Gate, Worker, tracing
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 

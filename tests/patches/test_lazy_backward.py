@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import WAIT_S, Worker
+from interleaving import WAIT_S, Worker
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 

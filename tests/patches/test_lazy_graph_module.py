@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 import torch
-from conftest import WAIT_S, Worker
+from interleaving import WAIT_S, Worker
 from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 

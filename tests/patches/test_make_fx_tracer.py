@@ -4,7 +4,7 @@ import threading
 from typing import Any
 
 import torch
-from conftest import WAIT_S, Worker
+from interleaving import WAIT_S, Worker
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from conftest import WAIT_S, Worker
+from interleaving import WAIT_S, Worker
 from torch import nn
 
 LIMIT = 8

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import WAIT_S, Worker
+from interleaving import WAIT_S, Worker
 
 import torchcompat
 
