@@ -22,6 +22,7 @@ from . import (
     fx_patcher,
     fx_traceback_meta,
     fx_tracing_flag,
+    import_lock,
     is_compiling_flag,
     lazy_backward,
     lazy_graph_module,
@@ -45,4 +46,5 @@ PATCHES: Final[tuple[Patch, ...]] = (
     dynamo_reset.PATCH,
     export_threads.PATCH,
     export_load.PATCH,
+    import_lock.PATCH,
 )
