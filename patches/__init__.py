@@ -19,6 +19,7 @@ from . import (
     error_on_graph_break,
     export_load,
     export_threads,
+    fork_guard,
     fx_patcher,
     fx_traceback_meta,
     fx_tracing_flag,
@@ -47,4 +48,5 @@ PATCHES: Final[tuple[Patch, ...]] = (
     export_threads.PATCH,
     export_load.PATCH,
     import_lock.PATCH,
+    fork_guard.PATCH,
 )
