@@ -20,6 +20,7 @@ from . import (
     export_load,
     export_threads,
     fork_guard,
+    forward_ad_threads,
     fx_patcher,
     fx_traceback_meta,
     fx_tracing_flag,
@@ -49,4 +50,5 @@ PATCHES: Final[tuple[Patch, ...]] = (
     export_load.PATCH,
     import_lock.PATCH,
     fork_guard.PATCH,
+    forward_ad_threads.PATCH,
 )
