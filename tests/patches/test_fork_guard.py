@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import WAIT_S, Worker
+from interleaving import WAIT_S, Worker
 from torch._dynamo import convert_frame
 
 import torchcompat

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from conftest import WAIT_S, Worker
+from interleaving import WAIT_S, Worker
 
 x = torch.tensor([1.0, 2.0, 3.0])
 one = torch.ones(3)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import WAIT_S, Worker
+from interleaving import WAIT_S, Worker
 from torch._dynamo import convert_frame, symbolic_convert
 
 import torchcompat
