@@ -1,18 +1,22 @@
 """`python -m dflash train`: reads the command line, runs, and turns errors into exit codes.
 
 0 the run ended well; 1 it failed (one clear error, a failed thread's traceback before it); 2 the
-command line or a setting is wrong; 130 it was interrupted (a checkpoint is written).
+command line or a setting is wrong; 130 it was interrupted, 143 it was sent SIGTERM (a checkpoint is
+written in both cases).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import sys
 import textwrap
+import threading
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,6 +29,7 @@ from dflash.workers import any_alive
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
 
 # Flags that are short for a setting.
 _SHORTHANDS = {
@@ -45,9 +50,14 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM: an interrupt that is not the keyboard's."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code. Only a thread that hangs makes it exit by itself."""
-    code = _guarded(sys.argv[1:] if arguments is None else arguments)
+    with _sigterm_interrupts():
+        code = _guarded(sys.argv[1:] if arguments is None else arguments)
     sys.stdout.flush()
     sys.stderr.flush()
     if any_alive():  # deep in a computation: the interpreter's own exit would crash under it
@@ -55,12 +65,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+@contextlib.contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """Schedulers end a job by SIGTERM: it shall leave what Ctrl-C leaves."""
+
+    def interrupt(*_: object) -> NoReturn:
+        raise _Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers, and it keeps its own
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _guarded(arguments: Sequence[str]) -> int:
     try:
         return _run(arguments)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+    except KeyboardInterrupt as interrupt:
+        terminated = isinstance(interrupt, _Terminated)
+        print("terminated" if terminated else "interrupted", file=sys.stderr)
+        return EXIT_TERMINATED if terminated else EXIT_INTERRUPTED
     except ConfigError as error:
         print(f"dflash: {error}", file=sys.stderr)
         return EXIT_USAGE

@@ -55,7 +55,11 @@ def save_checkpoint(run: RunDir, replica: Replica, *, schedule: str, keep: int) 
 
 def load_checkpoint(path: Path, replica: Replica, *, schedule: str) -> None:
     """Put the replica where it was. CheckpointError if it is damaged or of another run."""
-    facts: dict[str, Any] = read_json(path / _FACTS)
+    try:
+        facts: dict[str, Any] = read_json(path / _FACTS)
+        tensors = _read(path / _TENSORS)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; remove {path} to go on from the one before it") from error
     for name, mine, meaning in (
         ("schedule", schedule, "batches (data, seed, batch size or number of drafters)"),
         ("layout", replica.flat.layout, "drafter shape"),
@@ -64,7 +68,6 @@ def load_checkpoint(path: Path, replica: Replica, *, schedule: str) -> None:
             raise CheckpointError(
                 f"{path} was written with other {meaning}: {name} {facts.get(name)}, here {mine}"
             )
-    tensors = _read(path / _TENSORS)
     replica.load(tensors, completed=int(facts["step"]))
 
 

@@ -77,8 +77,8 @@ def train(config: Config, *, run_path: Path | None, resume_path: Path | None) ->
         parts = split(conversations, config.data.held_out, config.train.seed)
         target = load_target(config.target.name, config.target.dtype, placement.targets[0], say=say)
         prompts = held_out_prompts(config, target, parts)
-        if starts_from_checkpoint(config.drafter.init):
-            drafter_shape(config, target, 0)  # a drafter of another target: say so now
+        # What cannot be trained (a drafter of another target, too many taps) is said now.
+        drafter_shape(config, target, max(0, config.drafter.mask_token_id))
         run = _open_run(config, run_path, resume_path, target)
         _note_session(run, report)
     _say_start(config, placement, target, parts, run, report)

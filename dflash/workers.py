@@ -260,9 +260,11 @@ class WorkerGroup:
         if running:  # else the signal stays unset, for the next group of the same run
             self.stop.set()
         deadline = time.monotonic() + self._join_timeout
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        self.stuck = tuple(thread.name for thread in self._threads if thread.is_alive())
+        try:
+            for thread in self._threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
+        finally:  # a second Ctrl-C ends the waiting; who still runs is said all the same
+            self.stuck = tuple(thread.name for thread in self._threads if thread.is_alive())
 
     def __enter__(self) -> WorkerGroup:
         return self

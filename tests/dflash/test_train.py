@@ -179,14 +179,17 @@ def test_a_failing_target_is_named_first_and_stops_everybody(inputs, tmp_path, m
     assert not [t for t in threading.enumerate() if t.name.startswith(("target-", "drafter-"))]
 
 
-def test_interrupt_writes_a_checkpoint_and_resume_goes_on_exactly(inputs, whole, tmp_path):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupt_writes_a_checkpoint_and_resume_goes_on_exactly(
+    inputs, whole, tmp_path, number, code
+):
     run = tmp_path / "run"
     slow = (
         "import sys, time; from dflash import cli; from dflash.journal import Journal\n"
         "real = Journal.on_step\n"
         "def on_step(self, *a):\n"
         "    real(self, *a)\n"
-        "    if self._step == 3: print('at three', flush=True); time.sleep(5)\n"
+        "    if self._step == 3: print('at three', flush=True); time.sleep(3)\n"
         "Journal.on_step = on_step\n"
         "sys.exit(cli.main(sys.argv[1:]))\n"
     )
@@ -196,11 +199,11 @@ def test_interrupt_writes_a_checkpoint_and_resume_goes_on_exactly(inputs, whole,
         for line in process.stdout:
             if "at three" in line:
                 break
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         out, err = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == 130, err
+    assert process.returncode == code, err
     assert "checkpoint of step 3 written" in out
     assert f"--resume {run}" in out
     assert "Traceback" not in err
@@ -275,6 +278,12 @@ class TestBadInput:
         code, err = self.error(capsys, run, arguments(inputs, run, "drafter.init=best"))
         assert code == 2
         assert "drafter.init is 'best'" in err
+
+    def test_more_taps_than_the_target_has_room_for(self, inputs, tmp_path, capsys):
+        run = tmp_path / "run"
+        code, err = self.error(capsys, run, arguments(inputs, run, "drafter.taps=4"))
+        assert code == 2
+        assert "4 taps do not fit a target of 6 layers: at most 3" in err
 
     def test_everything_held_out(self, inputs, tmp_path, capsys):
         run = tmp_path / "run"

@@ -342,6 +342,24 @@ def test_group_names_a_worker_that_does_not_end():
         group.start("deaf", lambda: release.wait(LIMIT))
         group.start("fine", lambda: None)
     assert group.stuck == ("deaf",)
+
+
+def test_an_interrupt_while_waiting_for_the_end_still_says_who_runs(monkeypatch):
+    leave = threading.Event()
+    group = WorkerGroup()
+    group.start("deaf", lambda: leave.wait(20))
+
+    def interrupt(self, timeout=None):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "join", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            group.join()
+    assert group.stuck == ("deaf",)
+    leave.set()
+    group.join()
+    assert group.stuck == ()
     release.set()
 
 
