@@ -342,6 +342,7 @@ def test_group_names_a_worker_that_does_not_end():
         group.start("deaf", lambda: release.wait(LIMIT))
         group.start("fine", lambda: None)
     assert group.stuck == ("deaf",)
+    release.set()
 
 
 def test_an_interrupt_while_waiting_for_the_end_still_says_who_runs(monkeypatch):
@@ -360,7 +361,6 @@ def test_an_interrupt_while_waiting_for_the_end_still_says_who_runs(monkeypatch)
     leave.set()
     group.join()
     assert group.stuck == ()
-    release.set()
 
 
 def test_workers_see_the_context_variables_of_the_starter():
