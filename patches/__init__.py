@@ -15,12 +15,14 @@ from torchcompat.patch import Patch
 
 from . import (
     compile_single_flight,
+    compile_stance,
     dynamo_reset,
     error_on_graph_break,
     export_load,
     export_threads,
     fork_guard,
     forward_ad_threads,
+    fullgraph_counter,
     fx_patcher,
     fx_traceback_meta,
     fx_tracing_flag,
@@ -49,6 +51,8 @@ PATCHES: Final[tuple[Patch, ...]] = (
     export_threads.PATCH,
     export_load.PATCH,
     import_lock.PATCH,
+    compile_stance.PATCH,
     fork_guard.PATCH,
     forward_ad_threads.PATCH,
+    fullgraph_counter.PATCH,
 )

@@ -241,7 +241,8 @@ class ThreadLocal(Edit):
     thread goes on with the object that is there, since others may hold it. `fixed_by` names
     attributes of the module that only a torch with per-thread state of its own has: any of them
     present means that upstream fixed the fault. `optional`: some versions do not have the global,
-    and need nothing done.
+    and need nothing done. `holder` makes the storage (an object with a `value`) from what is there,
+    for state that is not simply each thread's own.
     """
 
     module: str
@@ -250,10 +251,17 @@ class ThreadLocal(Edit):
     fresh: Callable[[], object] | None = None
     fixed_by: tuple[str, ...] = ()
     optional: bool = False
+    holder: Callable[[object], Any] | None = None
 
     @property
     def modules(self) -> tuple[str, ...]:
         return (self.module,)
+
+    def make_holder(self, current: object) -> Any:
+        """Where the values are from now on."""
+        if self.holder is not None:
+            return self.holder(current)
+        return thread_value(self.default, self.fresh)
 
     def inspect(self) -> Finding:
         return _inspect(self.module, (self,))
@@ -320,13 +328,15 @@ def _inspect(module_name: str, variables: Sequence[ThreadLocal]) -> Finding:
 def _build(module_name: str, variables: Sequence[ThreadLocal]) -> list[Slot]:
     module = sys.modules[module_name]
     present = _present(module, variables)
-    stores: dict[str, Any] = {v.name: thread_value(v.default, v.fresh) for v in present}
+    stores: dict[str, Any] = {v.name: v.make_holder(vars(module)[v.name]) for v in present}
     slots: list[Slot] = [
         CodeSlot(function, rewrite_globals(function, {name: stores[name] for name in names}))
         for function, names in _users(module, list(stores)).items()
     ]
     for variable in present:
         before = variable.default
+        if variable.holder is not None:
+            before = vars(module)[variable.name]
         if variable.fresh is not None:
             before = vars(module)[variable.name]
             if threading.current_thread() is threading.main_thread():
