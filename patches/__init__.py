@@ -16,6 +16,7 @@ from torchcompat.patch import Patch
 from . import (
     compile_single_flight,
     compile_stance,
+    config_inherit,
     dynamo_reset,
     error_on_graph_break,
     export_load,
@@ -52,6 +53,7 @@ PATCHES: Final[tuple[Patch, ...]] = (
     export_load.PATCH,
     import_lock.PATCH,
     compile_stance.PATCH,
+    config_inherit.PATCH,
     fork_guard.PATCH,
     forward_ad_threads.PATCH,
     fullgraph_counter.PATCH,
