@@ -17,6 +17,7 @@ from . import (
     compile_single_flight,
     compile_stance,
     config_inherit,
+    cudagraph_threads,
     dynamo_reset,
     error_on_graph_break,
     export_load,
@@ -27,12 +28,14 @@ from . import (
     fx_patcher,
     fx_traceback_meta,
     fx_tracing_flag,
+    global_state,
     import_lock,
     is_compiling_flag,
     lazy_backward,
     lazy_graph_module,
     make_fx_tracer,
     recompile_budget,
+    triton_autotuner,
     user_object_registry,
 )
 
@@ -54,7 +57,10 @@ PATCHES: Final[tuple[Patch, ...]] = (
     import_lock.PATCH,
     compile_stance.PATCH,
     config_inherit.PATCH,
+    cudagraph_threads.PATCH,
     fork_guard.PATCH,
     forward_ad_threads.PATCH,
     fullgraph_counter.PATCH,
+    global_state.PATCH,
+    triton_autotuner.PATCH,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -65,6 +65,8 @@ def fresh_plan() -> Report:
     for verdict in report:
         if verdict.state is State.PENDING:
             for name in ENGINE.registered(verdict.patch_id).patch.modules:
+                if importlib.util.find_spec(name.partition(".")[0]) is None:
+                    break  # a package that is not here (triton on a CPU) is no finding
                 try:
                     importlib.import_module(name)
                 except Exception as e:  # noqa: BLE001 - a torch that does not import is a finding

@@ -1,0 +1,217 @@
+"""global_state: the end of one thread's compile undoes what other threads did meanwhile.
+
+Dynamo notes the process-wide state when a compile begins and puts it back when it ends, so that the
+compile leaves no trace: torch's random generators (and Python's, up to 2.9), deterministic
+algorithms, default dtype. What other threads did in between is undone with it, silently: the random
+numbers that they drew are drawn again, their `use_deterministic_algorithms(True)` is off, their
+default dtype is back. Every torch to date.
+
+`preserve_global_state` gets code that asks before it puts anything back. A setting that another
+thread has assigned since the beginning stays, and the compile begins anew under it; the two
+functions that assign them note who did. A generator is put back if this is the only thread, and
+otherwise left where it is: who has drawn from it cannot be known, and to hand out numbers twice is
+worse than to skip some.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+import threading
+from types import CodeType, FunctionType
+from typing import Any, Final
+
+from torchcompat.errors import SourceDrift
+from torchcompat.install import CodeSlot, Slot
+from torchcompat.patch import Code, Edit, Patch
+from torchcompat.rewrite import PLACEHOLDER, embed, recompile
+from torchcompat.verdict import Finding
+
+_CONVERT_FRAME: Final = "torch._dynamo.convert_frame"
+_BEGAN: Final = "_torchcompat_began"
+#: What `preserve_global_state` calls at the end -> the method that decides.
+_RESTORES: Final = {
+    "torch.random.set_rng_state": "cpu",
+    "torch.cuda.set_rng_state": "cuda",
+    "random.setstate": "python",
+    "torch.use_deterministic_algorithms": "deterministic",
+    "torch.set_default_dtype": "dtype",
+    "guards.check": "check",
+}
+_REQUIRED: Final = {"cpu", "cuda", "deterministic", "check"}
+
+
+class GlobalState:
+    """Who assigned which setting when, and what may be put back."""
+
+    def __init__(self) -> None:
+        self._serial = 0
+        self._last: dict[str, tuple[int, int]] = {}
+
+    def note(self, setting: str) -> None:
+        """This thread assigns `setting` now."""
+        self._serial += 1
+        self._last[setting] = (self._serial, threading.get_ident())
+
+    def begin(self) -> int:
+        return self._serial
+
+    def _by_others(self, setting: str, began: int) -> bool:
+        serial, thread = self._last.get(setting, (0, 0))
+        return serial > began and thread != threading.get_ident()
+
+    def deterministic(self, began: int, mode: bool, warn_only: bool = False) -> None:
+        if not self._by_others("deterministic", began):
+            _torch().use_deterministic_algorithms(mode, warn_only=warn_only)
+
+    def dtype(self, began: int, dtype: Any) -> None:
+        if not self._by_others("dtype", began):
+            _torch().set_default_dtype(dtype)
+
+    def check(self, began: int, guards: Any) -> bool:
+        """Whether the compile left the state alone; where others changed it, begin anew.
+
+        What was traced is for settings that do not hold any more: its guards would fail at once.
+        """
+        if not any(self._by_others(setting, began) for setting in ("deterministic", "dtype")):
+            return bool(guards.check())
+        if sys.exc_info()[0] is None:  # else the compile has failed for a reason of its own
+            exc: Any = sys.modules["torch._dynamo.exc"]
+            convert_frame: Any = sys.modules[_CONVERT_FRAME]
+            convert_frame.initial_global_state = type(guards)()  # what the guards are made from
+            raise exc.RestartAnalysis(
+                restart_reason="another thread changed the process-wide settings"
+            )
+        return True
+
+    def cpu(self, began: int, state: Any) -> None:
+        if threading.active_count() == 1:
+            _torch().random.set_rng_state(state)
+
+    def cuda(self, began: int, state: Any) -> None:
+        if threading.active_count() == 1:
+            _torch().cuda.set_rng_state(state)
+
+    def python(self, began: int, state: Any) -> None:
+        if threading.active_count() == 1:
+            sys.modules["random"].setstate(state)
+
+
+_state: Final = GlobalState()
+
+
+def _torch() -> Any:
+    return sys.modules["torch"]
+
+
+class _Asking(ast.NodeTransformer):
+    """`restore(x)` -> `state.method(began, x)`, and a note of the beginning in `_fn`."""
+
+    def __init__(self) -> None:
+        self.found: set[str] = set()
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        method = _RESTORES.get(ast.unparse(node.func))
+        if method is None:
+            return node
+        self.found.add(method)
+        holder = ast.Attribute(ast.Constant(PLACEHOLDER), method, ast.Load())
+        arguments: list[ast.expr] = [ast.Name(_BEGAN, ast.Load())]
+        arguments += [ast.Name("guards", ast.Load())] if method == "check" else node.args
+        return ast.copy_location(ast.Call(holder, arguments, node.keywords), node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        self.generic_visit(node)
+        if node.name == "_fn":
+            begin = ast.parse(f"{_BEGAN} = {PLACEHOLDER!r}.begin()").body[0]
+            for inner in ast.walk(begin):
+                if hasattr(inner, "lineno"):
+                    ast.copy_location(inner, node.body[0])
+            node.body.insert(0, begin)
+        return node
+
+
+def _function() -> FunctionType:
+    function = vars(sys.modules[_CONVERT_FRAME]).get("preserve_global_state")
+    if not isinstance(function, FunctionType):
+        raise SourceDrift(f"{_CONVERT_FRAME}:preserve_global_state is no function")
+    return function
+
+
+def _new_code() -> CodeType:
+    asking = _Asking()
+    code = recompile(_function(), asking.visit)
+    missing = _REQUIRED - asking.found
+    if missing:
+        raise SourceDrift(f"preserve_global_state does not restore {', '.join(sorted(missing))}")
+    return embed(code, {PLACEHOLDER: _state})
+
+
+def _inner(code: CodeType) -> CodeType:
+    for const in code.co_consts:
+        if isinstance(const, CodeType) and const.co_name == "_fn":
+            return const
+    raise SourceDrift("preserve_global_state has no inner function _fn")
+
+
+class _Restore(Edit):
+    """New code for `preserve_global_state`, and for what it has decorated already."""
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return (_CONVERT_FRAME,)
+
+    def inspect(self) -> Finding:
+        try:
+            _inner(_new_code())
+        except SourceDrift as e:
+            return Finding("drifted", str(e))
+        return Finding("ok", "the end of a compile puts the state of the process back unasked")
+
+    def build(self) -> list[Slot]:
+        function, new = _function(), _new_code()
+        old_inner, new_inner = _inner(function.__code__), _inner(new)
+        slots: list[Slot] = [CodeSlot(function, new)]
+        for value in vars(sys.modules[_CONVERT_FRAME]).values():
+            if isinstance(value, FunctionType) and value.__code__ is old_inner:
+                slots.append(CodeSlot(value, new_inner))
+        return slots
+
+
+def _noting(setting: str) -> Any:
+    def factory(function: FunctionType) -> CodeType:
+        def insert(node: ast.FunctionDef) -> ast.FunctionDef:
+            note = ast.parse(f"{PLACEHOLDER!r}.note({setting!r})").body[0]
+            for inner in ast.walk(note):
+                if hasattr(inner, "lineno"):
+                    ast.copy_location(inner, node.body[0])
+            node.body.append(note) if not _returns(node) else node.body.insert(0, note)
+            return node
+
+        return embed(recompile(function, insert), {PLACEHOLDER: _state})
+
+    return factory
+
+
+def _returns(node: ast.FunctionDef) -> bool:
+    return any(isinstance(inner, ast.Return) for inner in ast.walk(node))
+
+
+PATCH = Patch(
+    id="global_state",
+    title="A compile must not undo what other threads did to the state of the process",
+    why=(
+        "When a compile ends, torch's random generators, deterministic mode and default dtype are "
+        "put back to what they were when it began, also where other threads have drawn or assigned "
+        "since: random numbers are handed out twice and settings are lost, silently."
+    ),
+    affects=">=2.6.0.dev0",
+    edits=(
+        _Restore(),
+        Code(target="torch:use_deterministic_algorithms", factory=_noting("deterministic")),
+        Code(target="torch:set_default_dtype", factory=_noting("dtype")),
+    ),
+    repro="repro/global_state.py",
+    links=("https://github.com/pytorch/pytorch/issues/111569",),
+)
