@@ -5,77 +5,102 @@ that imports the module: in any other one a bare `AssertionError` (at `_is_key_i
 first call. And a compiled function keeps one captured graph for all threads, whose static inputs
 and outputs they overwrite for each other: silently wrong numbers. torch 2.13 has both per thread.
 
-The state is initialised in each thread that asks for it, each thread captures its own graph of a
-compiled function, and captures and warm-ups, which are process-wide states of CUDA, do not overlap.
+Graphs in several threads cannot be mended from outside (captures, memory pools and step counters of
+the process are made for one), so one thread has them: the first that asks for any, until it ends.
+Every other thread runs the same compiled code without a graph, and is told so once.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import sys
 import threading
+import warnings
 from collections import defaultdict
 from typing import Any, Final
 
-from torchcompat.patch import Patch, Replace, Wrap
+from torchcompat.patch import Patch, Replace
 from torchcompat.verdict import Finding
 
 _TREES: Final = "torch._inductor.cudagraph_trees"
 _COMPILE_FX: Final = "torch._inductor.compile_fx"
-_capturing: Final = threading.RLock()
+_CONTAINERS: Final = "tree_manager_containers"
 
 
 def _recognise() -> Finding:
-    if hasattr(sys.modules[_TREES], "_initialize_tls"):
-        return Finding("fixed", "each thread has CUDA graph trees of its own here")
-    return Finding("ok", "CUDA graph trees are initialised in one thread only")
+    function = inspect.unwrap(sys.modules[_COMPILE_FX].cudagraphify)
+    if "thread_local" in function.__code__.co_varnames + function.__code__.co_cellvars:
+        return Finding("fixed", "each thread has CUDA graphs of its own here")
+    return Finding("ok", "a compiled function has one CUDA graph for all threads")
 
 
-def _get_obj(original: Any) -> Any:
-    def get_obj(local: Any, attr_name: str) -> Any:
-        import torch
+def _containers() -> Any:
+    """The graph trees of this thread, or of the one that autograd's thread works for; made where
+    there are none, as importing the module makes them for the importing thread."""
+    # Imported by the first capture, so that the patch cannot wait for it.
+    trees: Any = importlib.import_module(_TREES)
+    torch: Any = sys.modules["torch"]
+    if not hasattr(trees.local, _CONTAINERS):
+        if torch._C._is_key_in_tls(_CONTAINERS):
+            return torch._C._get_obj_in_tls(_CONTAINERS)
+        trees.local.tree_manager_containers = {}
+        trees.local.tree_manager_locks = defaultdict(threading.Lock)
+        # Autograd's threads get these two from the thread that calls backward().
+        for name in (_CONTAINERS, "tree_manager_locks"):
+            torch._C._stash_obj_in_tls(name, getattr(trees.local, name))
+    return getattr(trees.local, _CONTAINERS)
 
-        if not hasattr(local, attr_name) and not torch._C._is_key_in_tls(attr_name):
-            local.tree_manager_containers = {}
-            local.tree_manager_locks = defaultdict(threading.Lock)
-            # Autograd's threads get these two from the thread that calls backward().
-            for name in ("tree_manager_containers", "tree_manager_locks"):
-                torch._C._stash_obj_in_tls(name, getattr(local, name))
-        return original(local, attr_name)
 
-    return get_obj
+class _Owner:
+    """The thread that has the graphs, known by its containers, which autograd's threads share."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._containers: Any = None
+        self._thread: threading.Thread | None = None
+        self._told = False
+
+    def is_this_thread(self) -> bool:
+        mine = _containers()
+        with self._lock:
+            if self._thread is None or not self._thread.is_alive():
+                self._containers, self._thread = mine, threading.current_thread()
+            return self._containers is mine
+
+    def tell_others(self) -> None:
+        if not self._told:
+            self._told = True
+            owner = "another thread" if self._thread is None else self._thread.name
+            warnings.warn(
+                f"CUDA graphs are used in the thread {owner!r} only: up to torch 2.12 they are "
+                "wrong in several threads. This thread runs compiled code without them "
+                "(torchcompat, cudagraph_threads)",
+                stacklevel=3,
+            )
+
+
+_owner: Final = _Owner()
 
 
 def _cudagraphify(original: Any) -> Any:
-    def cudagraphify(*args: Any, **kwargs: Any) -> Any:
-        mine = threading.local()
-        first = original(*args, **kwargs)  # made now: it notes which compile it belongs to
-        unused = [first]
+    def cudagraphify(model: Any, *args: Any, **kwargs: Any) -> Any:
+        with_graph = original(model, *args, **kwargs)
 
         def run(new_inputs: Any) -> Any:
-            function = getattr(mine, "function", None)
-            if function is None:
-                function = unused.pop() if unused else original(*args, **kwargs)
-                mine.function = function
-            return function(new_inputs)
+            if _owner.is_this_thread():
+                return with_graph(new_inputs)
+            _owner.tell_others()
+            return model(new_inputs)
 
         return run
 
     return cudagraphify
 
 
-def _one_at_a_time(original: Any) -> Any:
-    def capture(*args: Any, **kwargs: Any) -> Any:
-        with _capturing:
-            return original(*args, **kwargs)
-
-    return capture
-
-
-_MANAGER: Final = f"{_TREES}:CUDAGraphTreeManager"
-
 PATCH = Patch(
     id="cudagraph_threads",
-    title="Threads must have CUDA graphs of their own",
+    title="CUDA graphs must not be shared by threads",
     why=(
         "A function compiled with mode='reduce-overhead' returns silently wrong numbers when "
         "several threads call it, and training in threads ends in a bare AssertionError at "
@@ -85,24 +110,11 @@ PATCH = Patch(
     fixed_in="2.13",
     recognise=_recognise,
     edits=(
-        Wrap(
-            target=f"{_TREES}:get_obj",
-            factory=_get_obj,
-            signature=("local", "attr_name"),
-            anchors=("_is_key_in_tls(attr_name)", "_get_obj_in_tls(attr_name)"),
-        ),
         Replace(
             target=f"{_COMPILE_FX}:cudagraphify",
             factory=_cudagraphify,
             anchors=("compiled_fn = None", "nonlocal compiled_fn", "cudagraphify_fn(model"),
         ),
-        Wrap(target=f"{_MANAGER}.__init__", factory=_one_at_a_time),
-        Wrap(
-            target=f"{_MANAGER}.record_function",
-            factory=_one_at_a_time,
-            anchors=("CUDAGraphNode(",),
-        ),
-        Wrap(target=f"{_MANAGER}.run_eager", factory=_one_at_a_time, anchors=("CUDAWarmupNode(",)),
     ),
     repro="repro/cudagraph_threads.py",
     links=(
