@@ -10,6 +10,8 @@ from torch import nn
 
 import torchcompat
 
+torchcompat.plan()  # loads torchcompat.patches, also in a checkout that is not installed
+
 
 @pytest.fixture(autouse=True)
 def _stock_torch_to_begin_with() -> None:
