@@ -116,7 +116,7 @@ class Stamped:
 
 
 @contextmanager
-def _own(touched: dict[Override, Any]) -> Iterator[None]:
+def own_settings(touched: dict[Override, Any]) -> Iterator[None]:
     """What is set inside is this context's own; how it was goes into `touched`."""
     before = _recording.touched
     _recording.touched = touched
@@ -126,7 +126,7 @@ def _own(touched: dict[Override, Any]) -> Iterator[None]:
         _recording.touched = before
 
 
-def _restore(touched: dict[Override, Any]) -> None:
+def restore_settings(touched: dict[Override, Any]) -> None:
     for override, own in touched.items():
         override.back_to(own)
 
@@ -148,10 +148,10 @@ def _scoped(cls: Any) -> type:
         def __enter__(self) -> Any:
             touched: dict[Override, Any] = {}
             try:
-                with _own(touched):
+                with own_settings(touched):
                     result = super().__enter__()
             except BaseException:
-                _restore(touched)
+                restore_settings(touched)
                 raise
             self._torchcompat_touched.set((*self._torchcompat_touched.get(), touched))
             return result
@@ -160,10 +160,10 @@ def _scoped(cls: Any) -> type:
             stack = self._torchcompat_touched.get()
             self._torchcompat_touched.set(stack[:-1])
             try:
-                with _own({}):
+                with own_settings({}):
                     return super().__exit__(*error)
             finally:
-                _restore(stack[-1] if stack else {})
+                restore_settings(stack[-1] if stack else {})
 
     return ConfigPatch
 
@@ -174,13 +174,13 @@ def _closure_patcher(original: Any) -> Any:
 
         def own_change() -> Callable[[], None]:
             touched: dict[Override, Any] = {}
-            with _own(touched):
+            with own_settings(touched):
                 revert = change()
 
             def own_revert() -> None:
-                with _own({}):
+                with own_settings({}):
                     revert()
-                _restore(touched)
+                restore_settings(touched)
 
             return own_revert
 

@@ -14,9 +14,17 @@ torchcompat.plan()  # loads torchcompat.patches, also in a checkout that is not 
 
 
 @pytest.fixture(autouse=True)
-def _stock_torch_to_begin_with() -> None:
-    """A training run in an earlier test has applied the patches for the whole process."""
+def _stock_torch_to_begin_with() -> Iterator[None]:
+    """A training run in an earlier test has applied the patches for the whole process. And up to
+    2.11 overlapping traces of a test leave settings behind that other tests rely on."""
     torchcompat.unapply()
+    config = torch._dynamo.config
+    names = ("accumulated_recompile_limit", "allow_empty_graphs", "capture_scalar_outputs")
+    limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
+    kept = {name: getattr(config, name) for name in (limit, *names) if hasattr(config, name)}
+    yield
+    for name, value in kept.items():
+        setattr(config, name, value)
 
 
 @pytest.fixture
