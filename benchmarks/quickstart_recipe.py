@@ -1,6 +1,6 @@
 """What each setting of the quick start is worth: acceptance length of one change at a time.
 
-    python benchmarks/quickstart_recipe.py --out /tmp/recipe [--at-once 1] [--only base,random]
+    python benchmarks/quickstart_recipe.py --out DIR [--at-once 1] [--only base,random]
                                            [section.key=value …]
 
 Every variant is one `dflash train` with the quick start's settings, one of them changed, in a
