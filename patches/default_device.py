@@ -1,15 +1,15 @@
 """default_device: Dynamo takes one thread's default device for every thread's.
 
 `torch.set_default_device` and `with torch.device(...)` hold in the thread that says so: they push a
-function mode, and modes are per thread. What Dynamo looks at is `torch.utils._device.CURRENT_DEVICE`,
-one global for all: with a thread per device, each thread's choice makes the compiled functions of
-all others recompile, until their limit is used up, and what is compiled while another thread is
-inside a block is guarded by the wrong device.
+function mode, and modes are per thread. What Dynamo looks at is one global for all threads,
+`torch.utils._device.CURRENT_DEVICE`: with a thread per device, each thread's choice makes the
+compiled functions of all others recompile, until their limit is used up, and what is compiled while
+another thread is inside a block is guarded by the wrong device.
 
-The variable becomes thread-local. Compiled code checks it in C, in the module's dict, without asking
-anything that Python could answer; so from the first choice on there stands a value in the dict that
-equals whatever the asking thread's default device equals. While nobody chooses, the dict holds the
-plain None as ever, and nothing costs more.
+The variable becomes thread-local. Compiled code checks it in C, in the module's dict, without
+asking anything that Python could answer; so from the first choice on there stands a value in the
+dict that equals whatever the asking thread's default device equals. While nobody chooses, the dict
+holds the plain None as ever, and nothing costs more.
 """
 
 from __future__ import annotations

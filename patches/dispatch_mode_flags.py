@@ -1,9 +1,9 @@
 """dispatch_mode_flags: "a torch dispatch mode is active" is a bool of the whole process.
 
-Every `TorchDispatchMode` saves, sets and restores globals of `torch.utils._python_dispatch` although
-modes are per thread. While one thread is inside a mode, all threads seem to be: up to torch 2.10
-Dynamo then skips another thread's first call of a compiled function, which stays eager for good,
-silently. Two modes that overlap in two threads leave the flags True for ever.
+Every `TorchDispatchMode` saves, sets and restores globals of `torch.utils._python_dispatch`, where
+modes themselves are per thread. While one thread is inside a mode, all threads seem to be: up to
+torch 2.10 Dynamo then skips another thread's first call of a compiled function, which stays eager
+for good, silently. Two modes that overlap in two threads leave the flags True for ever.
 
 The flags become thread-local; the functions that read them keep their identity.
 """

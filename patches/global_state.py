@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from torchcompat.errors import SourceDrift
 from torchcompat.install import CodeSlot, Slot
-from torchcompat.patch import Code, Edit, Patch
+from torchcompat.patch import Code, Edit, Patch, Wrap
 from torchcompat.rewrite import PLACEHOLDER, embed, recompile
 from torchcompat.verdict import Finding
 
@@ -97,7 +97,50 @@ class GlobalState:
             sys.modules["random"].setstate(state)
 
 
+class _Evaluator(threading.local):
+    """What the evaluator in C++ does with Python's generator around a compile, from 2.10 on: it
+    calls `random.getstate`, compiles, and at once puts that very state back."""
+
+    taken: Any = None
+    """What `getstate` has given last in this thread."""
+    before: Any = None
+    """The same, when the compile began; None unless it has just ended."""
+
+
 _state: Final = GlobalState()
+_evaluator: Final = _Evaluator()
+
+
+def _getstate(original: Any) -> Any:
+    def getstate() -> Any:
+        _evaluator.before = None
+        _evaluator.taken = original()
+        return _evaluator.taken
+
+    return getstate
+
+
+def _compiling(original: Any) -> Any:
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        taken = _evaluator.taken
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _evaluator.taken = None
+            _evaluator.before = taken
+
+    return __call__
+
+
+def _setstate(original: Any) -> Any:
+    def setstate(state: Any) -> None:
+        """By the evaluator only where this is the only thread; by anybody else as ever."""
+        by_evaluator = state is not None and state is _evaluator.before
+        _evaluator.before = None
+        if not by_evaluator or threading.active_count() == 1:
+            original(state)
+
+    return setstate
 
 
 def _torch() -> Any:
@@ -211,6 +254,9 @@ PATCH = Patch(
         _Restore(),
         Code(target="torch:use_deterministic_algorithms", factory=_noting("deterministic")),
         Code(target="torch:set_default_dtype", factory=_noting("dtype")),
+        Wrap(target=f"{_CONVERT_FRAME}:CatchErrorsWrapper.__call__", factory=_compiling),
+        Wrap(target="random:getstate", factory=_getstate),
+        Wrap(target="random:setstate", factory=_setstate),
     ),
     repro="repro/global_state.py",
     links=("https://github.com/pytorch/pytorch/issues/111569",),

@@ -14,16 +14,17 @@ harness.apply_patches("dispatch_mode_flags")
 faults = []
 
 
-class Mode(dispatch.TorchDispatchMode):
+class Mode(dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
+mode: Any = Mode
 first_in, second_in, first_out = (threading.Event() for _ in range(3))
 
 
 def first() -> None:
-    with Mode():
+    with mode():
         first_in.set()
         second_in.wait(harness.WAIT_S)
     first_out.set()
@@ -31,7 +32,7 @@ def first() -> None:
 
 def second() -> None:
     first_in.wait(harness.WAIT_S)
-    with Mode():
+    with mode():
         second_in.set()
         first_out.wait(harness.WAIT_S)
 
@@ -41,7 +42,7 @@ inside, leave = threading.Event(), threading.Event()
 
 
 def hold() -> None:
-    with Mode():
+    with mode():
         inside.set()
         leave.wait(harness.WAIT_S)
 
@@ -72,7 +73,7 @@ if dispatch._is_in_torch_dispatch_mode or dispatch.is_in_torch_dispatch_mode():
     faults.append("after two overlapping modes one seems active for ever")
 
 # 3. What must stay: the thread inside is inside.
-with Mode():
+with mode():
     if not dispatch.is_in_torch_dispatch_mode():
         faults.append("a mode is not seen in its own thread")
 harness.verdict(faults)

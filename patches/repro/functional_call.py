@@ -34,7 +34,7 @@ net = Net()
 x = torch.ones(2)
 
 
-def first() -> torch.Tensor:
+def first() -> object:
     order.number = 1
     try:
         return torch.func.functional_call(net, {"weight": torch.full((2,), 3.0)}, (x,))
@@ -42,7 +42,7 @@ def first() -> torch.Tensor:
         first_out.set()
 
 
-def second() -> torch.Tensor:
+def second() -> object:
     order.number = 2
     first_in.wait(harness.WAIT_S)
     return torch.func.functional_call(net, {"weight": torch.full((2,), 5.0)}, (x,))

@@ -45,12 +45,15 @@ class Compile:
 
 
 @pytest.mark.parametrize(
-    "draw", [lambda: torch.rand(3).tolist(), lambda: torch.randperm(50).tolist()]
+    "draw",
+    [lambda: torch.rand(3).tolist(), lambda: torch.randperm(50).tolist(), random.random],
 )
 def test_random_numbers_are_not_handed_out_twice(patched: None, draw: Callable[[], Any]) -> None:
     torch.manual_seed(0)
+    random.seed(0)
     wanted = [draw(), draw(), draw()]
     torch.manual_seed(0)
+    random.seed(0)
     compiling = Compile()
     found = [draw(), draw()]
     compiling.end()
@@ -125,3 +128,13 @@ def test_alone_the_generator_is_put_back_as_torch_does(
     torch.manual_seed(3)
     torch.compile(lambda y: y.exp(), backend=backend)(x)
     assert torch.equal(torch.rand(2), wanted)
+
+
+def test_a_state_of_ones_own_is_put_back_as_ever(patched: None) -> None:
+    state = random.getstate()
+    torch.compile(lambda y: y.log(), backend="eager")(x)
+    wanted = random.random()
+    random.setstate(state)
+    assert random.random() == wanted
+    random.setstate(state)
+    assert random.random() == wanted
