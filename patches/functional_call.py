@@ -39,7 +39,7 @@ class _Locks:
 
 def _functional_call(original: Any) -> Any:
     locks = _Locks()
-    compiler: Any = sys.modules["torch.compiler"]
+    torch: Any = sys.modules["torch"]
 
     def locked(module: Any, *args: Any, **kwargs: Any) -> Any:
         lock = locks.of(module)
@@ -56,7 +56,7 @@ def _functional_call(original: Any) -> Any:
 
     def _functional_call(module: Any, *args: Any, **kwargs: Any) -> Any:
         # Dynamo knows the answer while it traces, so that it never meets the lock.
-        if compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return original(module, *args, **kwargs)
         return locked(module, *args, **kwargs)
 
