@@ -23,6 +23,13 @@ class Known:
     patch: Patch | None = None
     advice: str = ""
 
+    def to_dict(self) -> dict[str, str | None]:
+        """A hazard without a patch, for programs."""
+        return {"id": self.id, "title": self.title, "patch": None, "advice": self.advice}
+
+    def __str__(self) -> str:
+        return f"{self.id}: {self.title}\n\nThere is no patch for it yet. {self.advice}"
+
 
 @dataclass(frozen=True)
 class Match:
@@ -151,4 +158,3 @@ def _fits_stack(sign: Sign, stack: Stack) -> bool:
 
 def _in_stack(place: Frame, stack: Stack) -> bool:
     return any(place.fits(file, function) for file, function in stack.frames)
-
