@@ -16,6 +16,7 @@ import weakref
 from typing import Any, Final
 
 from torchcompat.patch import Patch, Wrap
+from torchcompat.sign import Sign
 
 _LAZY: Final = "torch.fx._lazy_graph_module:_LazyGraphModule"
 
@@ -74,4 +75,14 @@ PATCH = Patch(
     ),
     repro="repro/lazy_graph_module.py",
     links=("https://github.com/pytorch/pytorch/issues/112775",),
+    signs=(
+        Sign(
+            text=r"^NameError: name '\w+' is not defined",
+            raised_in="<eval_with_key>*:forward",
+        ),
+        Sign(
+            text=r"^UnboundLocalError: ",
+            raised_in="<eval_with_key>*:forward",
+        ),
+    ),
 )

@@ -13,29 +13,33 @@ _ID: Final = re.compile(r"([A-Za-z0-9_.-]+:)?[a-z][a-z0-9_]*")
 _LITERAL_MIN: Final = 12  # characters of plain text that a message must have to stand for itself
 _QUANTIFIERS: Final = "?*{"
 
+#: A frame that the tracebacks of all threads but the main one begin with.
+IN_A_THREAD: Final = "threading.py|concurrent/futures/thread.py:_bootstrap_inner|run|_worker"
+
 
 @dataclass(frozen=True)
 class Frame:
-    """A place in a stack: "file suffix:function". Both may be alternatives, "a.py|b.py:f|g"; the
-    function may be `*`."""
+    """A place in a stack: "file suffix:function". Both may be alternatives, "a.py|b.py:f|g", and
+    `*` stands for anything."""
 
-    files: tuple[str, ...]
-    functions: tuple[str, ...]
+    file: re.Pattern[str]
+    function: re.Pattern[str]
 
     @classmethod
     def parse(cls, text: str) -> Frame:
         """Raises `ValueError` for another form."""
         files, colon, functions = text.rpartition(":")
-        frame = cls(tuple(files.split("|")), tuple(functions.split("|")))
-        if not colon or not all(frame.files) or not all(frame.functions):
+        if not colon or "" in (*files.split("|"), *functions.split("|")):
             raise ValueError(f"frame {text!r} is not of the form 'path/file.py:function'")
-        return frame
+        return cls(re.compile(rf"(?:.*/)?(?:{_glob(files)})"), re.compile(_glob(functions)))
 
     def fits(self, file: str, function: str) -> bool:
         """Whether a frame of a stack is this place; `file` has forward slashes."""
-        if function not in self.functions and self.functions != ("*",):
-            return False
-        return any(file == name or file.endswith("/" + name) for name in self.files)
+        return bool(self.function.fullmatch(function) and self.file.fullmatch(file))
+
+
+def _glob(text: str) -> str:
+    return re.escape(text).replace(r"\|", "|").replace(r"\*", ".*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +52,9 @@ class Sign:
     are those of a line.
 
     `frames` must all be in the same stack, `raised_in` must be its innermost frame (`source` a text
-    in that frame's line, where the log has it), and none of `absent` may be in it. `beside`: frames of another thread in the same dump. `elsewhere`: plain
-    text that must be somewhere in the log. Not `sure`: the same text has other causes too.
+    in that frame's line, where the log has it), and none of `absent` may be in it. `beside`: frames
+    of another thread in the same dump. `elsewhere`: plain text that must be somewhere in the log.
+    Not `sure`: the same text has other causes too.
 
     Raises `ValueError` where the sign cannot be right, or is so general that it would match
     anything: without frames the text must hold twelve plain characters in a row.
@@ -70,7 +75,7 @@ class Sign:
             re.compile(self.text, re.MULTILINE)
         except re.error as e:
             raise ValueError(f"sign {self.text!r}: no regular expression: {e}") from None
-        for frame in (*self.frames, *self.absent, *self.beside, *([self.raised_in or "a:b"])):
+        for frame in (*self.frames, *self.absent, *self.beside, self.raised_in or "*:*"):
             Frame.parse(frame)
         if self.kind not in ("error", "log", "dump"):
             raise ValueError(f"sign {self.text!r}: kind {self.kind!r} is not error, log or dump")
@@ -82,8 +87,8 @@ class Sign:
             raise ValueError(f"sign {self.text!r}: beside is for dumps")
         if not self.needs_stack and len(self.literal) < _LITERAL_MIN:
             raise ValueError(
-                f"sign {self.text!r}: too general; give frames, or a text with {_LITERAL_MIN} plain "
-                "characters in a row"
+                f"sign {self.text!r}: too general; give frames, or a text with {_LITERAL_MIN} "
+                "plain characters in a row"
             )
 
     @property

@@ -12,19 +12,19 @@ from torchcompat.verdict import State
 # "torch 2.11.0", "torch==2.11.0+cu130", "PyTorch version: 2.11.0", "torch.__version__ = '2.11.0'",
 # '"torch": "2.11.0"', ".../torch-2.11.0.dist-info". Not "torch>=2.4", not "torchvision 0.20".
 _VERSION: Final = re.compile(
-    r"(?<![\w.-])(?:py)?torch(?:[._ ](?:__)?version(?:__)?)?[\"']?(?:\s*(?:==|[:=])\s*|[ -])[\"']?v?"
+    r"(?<![\w.-])(?:py)?torch(?:[._ ](?:__)?version(?:__)?)?"
+    r"[\"']?(?:\s*(?:==|[:=])\s*|[ -])[\"']?v?"
     r"(?P<version>[12]\.\d{1,2}(?:\.\d+)?(?:\.?(?:a|b|rc|dev)\d+)*(?:\+[A-Za-z0-9.]*[A-Za-z0-9])?)"
     r"(?![\w%])(?!\.\d)(?! ?(?:times|seconds|s\b|ms\b|x\b|GiB|GB))",
     re.IGNORECASE,
 )
 _DEMANDED: Final = re.compile(r"(?:requires?|needs?|incompatible with)\s+$", re.IGNORECASE)
+_STATES: Final = "|".join(state.value for state in State)
 _ROW: Final = re.compile(
-    rf"^\s*(?P<id>[\w.:-]+)\s{{2,}}(?P<state>{'|'.join(s.value for s in State)})(?:\s{{2,}}(?P<reason>.*))?$"
+    rf"^\s*(?P<id>[\w.:-]+)\s{{2,}}(?P<state>{_STATES})(?:\s{{2,}}(?P<reason>.*))?$"
 )
 _NOT_APPLIED: Final = re.compile(r"not applied: (?P<rest>.*)$")
-_FINDING: Final = re.compile(
-    rf"(?P<id>[\w.:-]+) (?P<state>{'|'.join(s.value for s in State)}): (?P<reason>.*)"
-)
+_FINDING: Final = re.compile(rf"(?P<id>[\w.:-]+) (?P<state>{_STATES}): (?P<reason>.*)")
 _JSON_PATCH: Final = re.compile(r'"patch": "(?P<id>[^"]+)"')
 _JSON_STATE: Final = re.compile(r'"state": "(?P<state>\w+)"')
 _REFUSED: Final = re.compile(r"patch '(?P<id>[\w.:-]+)' is (?P<state>\w+): (?P<reason>.*)$")
