@@ -27,7 +27,7 @@ from typing import Any, Final
 
 from torchcompat.patch import Patch, Value, Wrap
 from torchcompat.rewrite import ThreadLocal
-from torchcompat.sign import IN_A_THREAD, Sign
+from torchcompat.sign import Sign
 from torchcompat.target import MISSING
 
 from .c_flags import is_shared
@@ -187,7 +187,7 @@ PATCH = Patch(
     signs=(
         Sign(
             text="Detected recompile when torch.compile stance is 'fail_on_recompile'",
-            frames=(IN_A_THREAD,),
+            in_thread=True,
             sure=False,  # the stance may be this thread's own
         ),
     ),

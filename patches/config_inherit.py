@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from torchcompat.install import AttrSlot, Slot, UndoState, finish_wrapper, patch_being_built
 from torchcompat.patch import Edit, Patch
-from torchcompat.sign import IN_A_THREAD, Sign
+from torchcompat.sign import Sign
 from torchcompat.verdict import Finding
 
 _MODULE: Final = "torch.utils._config_module"
@@ -318,7 +318,7 @@ PATCH = Patch(
     signs=(
         Sign(  # the limit that was raised in the main thread is not known in this one
             text=r"FailOnRecompileLimitHit: ",
-            frames=(IN_A_THREAD,),
+            in_thread=True,
             sure=False,
         ),
     ),

@@ -21,7 +21,7 @@ from collections import defaultdict
 from typing import Any, Final
 
 from torchcompat.patch import Patch, Replace
-from torchcompat.sign import IN_A_THREAD, Sign
+from torchcompat.sign import Sign
 from torchcompat.verdict import Finding
 
 _TREES: Final = "torch._inductor.cudagraph_trees"
@@ -130,7 +130,7 @@ PATCH = Patch(
         ),
         Sign(
             text="accessing tensor output of CUDAGraphs that has been overwritten by a subsequent",
-            frames=(IN_A_THREAD,),
+            in_thread=True,
             sure=False,  # one thread that keeps outputs over two steps says the same
         ),
     ),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from torchcompat.patch import Patch
 from torchcompat.rewrite import ThreadLocal
-from torchcompat.sign import IN_A_THREAD, Sign
+from torchcompat.sign import Sign
 
 PATCH = Patch(
     id="error_on_graph_break",
@@ -30,7 +30,8 @@ PATCH = Patch(
     signs=(
         Sign(
             text=r"Unsupported: Call to `torch\._dynamo\.graph_break\(\)`",
-            frames=(IN_A_THREAD, "torch/_dynamo/eval_frame.py:compile_wrapper|_fn"),
+            in_thread=True,
+            frames=("torch/_dynamo/eval_frame.py:compile_wrapper|_fn",),
             sure=False,  # a fullgraph call of this thread says the same
         ),
     ),

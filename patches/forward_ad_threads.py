@@ -16,7 +16,7 @@ import threading
 from typing import Any, Final
 
 from torchcompat.patch import Patch, Wrap
-from torchcompat.sign import IN_A_THREAD, Sign
+from torchcompat.sign import Sign
 
 _TRANSFORMS: Final = "torch._functorch.eager_transforms"
 
@@ -116,7 +116,7 @@ PATCH = Patch(
     signs=(
         Sign(
             text="Nested forward mode AD is not supported at the moment",
-            frames=(IN_A_THREAD,),
+            in_thread=True,
         ),
         Sign(text="Nested forward mode AD is not supported at the moment", sure=False),
         Sign(

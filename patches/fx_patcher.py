@@ -192,6 +192,12 @@ PATCH = Patch(
             raised_in="torch/fx/_symbolic_trace.py:_new_patcher",
             source="CURRENT_PATCHER is not None",
         ),
+        Sign(  # another thread's trace has taken this one's hooks
+            text="NameError: module is not installed as a submodule",
+            frames=("torch/fx/_symbolic_trace.py:module_call_wrapper",),
+            in_thread=True,
+            sure=False,
+        ),
         Sign(
             text="NameError: module is not installed as a submodule",
             frames=("torch/fx/_symbolic_trace.py:module_call_wrapper|call_module|path_of_module",),

@@ -50,6 +50,9 @@ def _real_recompile(original: Any) -> Any:
     return _real_recompile
 
 
+# The second one raises the error again, without the traceback.
+_GENERATED: Final = "<eval_with_key>*|torch/fx/graph_module.py:forward|__call__"
+
 PATCH = Patch(
     id="lazy_graph_module",
     title="Threads that first call one compiled graph must generate its code once",
@@ -78,11 +81,17 @@ PATCH = Patch(
     signs=(
         Sign(
             text=r"^NameError: name '\w+' is not defined",
+            raised_in=_GENERATED,
+        ),
+        Sign(
+            text=r"^TypeError: .*'NoneType'",
             raised_in="<eval_with_key>*:forward",
+            in_thread=True,
+            sure=False,
         ),
         Sign(
             text=r"^UnboundLocalError: ",
-            raised_in="<eval_with_key>*:forward",
+            raised_in=_GENERATED,
         ),
     ),
 )

@@ -27,7 +27,7 @@ from types import CodeType, FunctionType
 from typing import Any, Final
 
 from torchcompat.patch import Patch, Wrap
-from torchcompat.sign import IN_A_THREAD, Sign
+from torchcompat.sign import Sign
 from torchcompat.verdict import Finding
 
 _CONVERT_FRAME: Final = "torch._dynamo.convert_frame"
@@ -227,6 +227,6 @@ PATCH = Patch(
             r"|___check_type_id\()",
             kind="log",
         ),
-        Sign(text=r"FailOnRecompileLimitHit: ", frames=(IN_A_THREAD,), sure=False),
+        Sign(text=r"FailOnRecompileLimitHit: ", in_thread=True, sure=False),
     ),
 )

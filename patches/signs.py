@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from torchcompat.sign import IN_A_THREAD, Hazard, Sign
+from torchcompat.sign import Hazard, Sign
 
-_LIMIT: Final = r"torch\._dynamo hit config\.\w+ \(\d+\)(?s:.)*last reason:.*"
+_LIMIT: Final = (
+    r"torch\._dynamo hit config\.\w+ \(\d+\)(?!(?s:.)*external_utils\.py)(?s:.)*last reason:.*"
+)
 # What torch imports only when the compiler is first used.
 _LAZY: Final = r"torch\.(?:_dynamo|_inductor|_functorch|_export|fx|compiler)"
 
@@ -24,13 +26,13 @@ HAZARDS: Final[tuple[Hazard, ...]] = (
         signs=(
             Sign(
                 text=rf"partially initialized module '{_LAZY}[\w.]*'",
-                frames=(IN_A_THREAD,),
+                in_thread=True,
             ),
             Sign(text=rf"partially initialized module '{_LAZY}[\w.]*'", sure=False),
             Sign(text=rf"deadlock detected by _ModuleLock\('{_LAZY}[\w.]*'\)"),
             Sign(
                 text=r"No module named 'torch\._C[\w.]*'; 'torch\._C' is not a package",
-                frames=(IN_A_THREAD,),
+                in_thread=True,
                 sure=False,  # a broken installation says the same
             ),
         ),
@@ -51,6 +53,7 @@ HAZARDS: Final[tuple[Hazard, ...]] = (
                 r"|expected \S+, actual \S+| == )",
                 kind="log",
             ),
+            Sign(text="FailOnRecompileLimitHit: ", sure=False),
         ),
     ),
     Hazard(
@@ -106,11 +109,11 @@ HAZARDS: Final[tuple[Hazard, ...]] = (
             Sign(text=r"compiled_autograd\._enable\(\) requires no threads in backwards\(\)"),
             Sign(
                 text="Nested Compiled Autograd Contexts must return before their parent context",
-                frames=(IN_A_THREAD,),
+                in_thread=True,
             ),
             Sign(
                 text="Trying to run compiled autograd within another compiled autograd call",
-                frames=(IN_A_THREAD,),
+                in_thread=True,
                 sure=False,  # a backward inside a backward of one thread says the same
             ),
         ),
@@ -133,7 +136,7 @@ HAZARDS: Final[tuple[Hazard, ...]] = (
     Hazard(
         id="metrics_context",
         title="Dynamo's metrics of one compile mixed with those of another thread's",
-        advice="torch 2.11 has it fixed. Before: make the first forward and backward in one thread.",
+        advice="torch 2.11 has it fixed. Before: first forward and backward in one thread.",
         signs=(
             Sign(
                 text=r"Metric\(s\) \{.*\} have already been set in the current context",
@@ -156,12 +159,8 @@ HAZARDS: Final[tuple[Hazard, ...]] = (
         signs=(
             Sign(
                 text="RecursionError: maximum recursion depth exceeded",
-                frames=("torch/_dynamo/eval_frame.py:__getattr__",),
-            ),
-            Sign(
-                text=r"InternalTorchDynamoError: RecursionError: maximum recursion depth exceeded",
-                frames=(IN_A_THREAD,),
-                elsewhere="torch/nn/parallel/",
+                frames=("torch/nn/parallel/parallel_apply.py:_worker",),
+                elsewhere="torch/_dynamo/",
             ),
         ),
     ),

@@ -13,9 +13,6 @@ _ID: Final = re.compile(r"([A-Za-z0-9_.-]+:)?[a-z][a-z0-9_]*")
 _LITERAL_MIN: Final = 12  # characters of plain text that a message must have to stand for itself
 _QUANTIFIERS: Final = "?*{"
 
-#: A frame that the tracebacks of all threads but the main one begin with.
-IN_A_THREAD: Final = "threading.py|concurrent/futures/thread.py:_bootstrap_inner|run|_worker"
-
 
 @dataclass(frozen=True)
 class Frame:
@@ -54,7 +51,8 @@ class Sign:
     `frames` must all be in the same stack, `raised_in` must be its innermost frame (`source` a text
     in that frame's line, where the log has it), and none of `absent` may be in it. `beside`: frames
     of another thread in the same dump. `elsewhere`: plain text that must be somewhere in the log.
-    Not `sure`: the same text has other causes too.
+    `in_thread`: raised in a thread that is not the main one, by the frames or by what the log calls
+    the thread. Not `sure`: the same text has other causes too.
 
     Raises `ValueError` where the sign cannot be right, or is so general that it would match
     anything: without frames the text must hold twelve plain characters in a row.
@@ -68,6 +66,7 @@ class Sign:
     absent: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
     elsewhere: str = ""
+    in_thread: bool = False
     sure: bool = True
 
     def __post_init__(self) -> None:
@@ -94,7 +93,7 @@ class Sign:
     @property
     def needs_stack(self) -> bool:
         """Whether the text alone, outside a traceback, says nothing."""
-        return bool(self.frames) or self.raised_in is not None
+        return bool(self.frames) or self.raised_in is not None or self.in_thread
 
     @cached_property
     def literal(self) -> str:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Final, cast
 
 from torchcompat.errors import ConfigError
 
@@ -95,9 +95,11 @@ def open_log(name: str) -> IO[bytes]:
     if name == "-":
         return sys.stdin.buffer
     try:
-        return gzip.open(name) if name.endswith(".gz") else Path(name).open("rb")
+        file = Path(name).open("rb")  # noqa: SIM115 - the caller closes it
+
     except OSError as e:
         raise ConfigError(f"log {name!r} cannot be read: {e.strerror or e}") from None
+    return cast("IO[bytes]", gzip.GzipFile(fileobj=file)) if name.endswith(".gz") else file
 
 
 def blocks(stream: IO[bytes], name: str) -> Iterator[bytes]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
+from torchcompat.build import TorchBuild
 from torchcompat.logs.context import HINTS, Context
 from torchcompat.logs.lines import read_line
 from torchcompat.logs.signs import Known, Match, Signs
 from torchcompat.logs.streams import HEADER, Assembler, Event
-from torchcompat.sign import Sign
 
 _OPENINGS: Final = (
     HEADER,
@@ -23,7 +23,7 @@ _OPENINGS: Final = (
     "(idle",
     "(active",
 )
-_UNKNOWN_MAX: Final = 200  # kinds that are told apart
+_KINDS_MAX: Final = 200  # of failures that are told apart
 _STREAMS_TOLD: Final = 20
 _NUMBERS: Final = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
@@ -48,6 +48,15 @@ class Tally:
 
 
 @dataclass
+class _Group:
+    """Events that show the same signs, or none and the same text."""
+
+    matches: list[Match]
+    tally: Tally
+    in_full: bool
+
+
+@dataclass
 class Findings:
     """What a log tells. `unknown` by text; `more_unknown` counts those beyond the kinds kept."""
 
@@ -62,6 +71,7 @@ class LogReader:
     """Feed it blocks of whole lines, then ask for the findings."""
 
     def __init__(self, known: Mapping[str, Known]) -> None:
+        self._known = known
         self._signs = Signs(known.values())
         self._context = Context(frozenset(i for i, k in known.items() if k.patch is not None))
         self._assembler = Assembler(self._take, self._signs.loose, self._signs.records)
@@ -69,8 +79,7 @@ class LogReader:
         self._wanted = tuple(text.encode() for text in dict.fromkeys(texts))
         self._elsewhere = {text.encode() for text in self._signs.elsewhere}
         self._seen: set[str] = set()
-        self._tallies: dict[tuple[str, int], tuple[Sign, str, Tally]] = {}
-        self._unknown: dict[str, Tally] = {}
+        self._groups: dict[object, _Group] = {}
         self._more_unknown = 0
         self._number = 0
         self._before = b""
@@ -106,55 +115,46 @@ class LogReader:
     def findings(self) -> Findings:
         """The log is over: what it told."""
         self._assembler.end()
+        version = self._context.version
+        build = None if version is None else TorchBuild.of(version)
         hazards: dict[str, Tally] = {}
-        unknown = dict(self._unknown)
-        for sign, hazard, tally in self._tallies.values():
-            if sign.elsewhere and sign.elsewhere not in self._seen:
-                _merge(unknown, _kind(tally.message), tally)
-            else:
-                _merge(hazards, hazard, tally)
+        unknown: dict[str, Tally] = {}
+        for group in self._groups.values():
+            held = [m for m in group.matches if self._holds(m, build)]
+            for match in held:
+                tally = replace(group.tally, message=match.message, sure=match.sure)
+                _merge(hazards, match.hazard, tally)
+            if not held and group.in_full:
+                _merge(unknown, _kind(group.tally.message), group.tally)
         ordered = sorted(unknown.values(), key=lambda t: t.number)
         return Findings(self._number, self._context, hazards, ordered, self._more_unknown)
 
+    def _holds(self, match: Match, build: TorchBuild | None) -> bool:
+        """Whether the rest of the log agrees. What only may be is not, in a torch that the
+        hazard's patch is not for."""
+        elsewhere, patch = match.sign.elsewhere, self._known[match.hazard].patch
+        if elsewhere and elsewhere not in self._seen:
+            return False
+        if match.sure or patch is None or build is None:
+            return True
+        return build.place(patch.affects) == "inside"
+
     def _take(self, event: Event) -> None:
+        """Count an event with those that show the same."""
         matches = self._signs.match(event)
-        for match in matches:
-            self._count(event, match)
-        if not matches and event.in_full:
-            self._count_unknown(event)
-
-    def _count(self, event: Event, match: Match) -> None:
-        key = (match.hazard, id(match.sign))
-        entry = self._tallies.get(key)
-        if entry is None:
-            tally = Tally(match.message, event.number, event.who, event.thread, sure=match.sure)
-            entry = self._tallies[key] = (match.sign, match.hazard, tally)
-        entry[2].sure |= match.sure
-        entry[2].add(event)
-
-    def _count_unknown(self, event: Event) -> None:
-        message = describe(event)
-        kind = _kind(message)
-        tally = self._unknown.get(kind)
-        if tally is None:
-            if len(self._unknown) >= _UNKNOWN_MAX:
+        if not matches and not event.in_full:
+            return
+        message = event.describe()
+        signs = tuple((m.hazard, id(m.sign), m.sure) for m in matches)
+        key = (event.in_full, signs, "" if signs else _kind(message))
+        group = self._groups.get(key)
+        if group is None:
+            if not matches and len(self._groups) >= _KINDS_MAX:
                 self._more_unknown += 1
                 return
             tally = Tally(message, event.number, event.who, event.thread)
-            self._unknown[kind] = tally
-        tally.add(event)
-
-
-def describe(event: Event) -> str:
-    """What an event is, in one line."""
-    last = event.parts[-1]
-    if last.title:
-        return last.title
-    if event.kind == "dump":
-        return f"a dump of the stacks of {len(last.stacks)} threads"
-    innermost = last.stacks[0].innermost if last.stacks else None
-    at = f"; its last frame is {innermost[1]} in {innermost[0]}" if innermost else ""
-    return f"a traceback that ends before its exception{at}"
+            group = self._groups[key] = _Group(matches, tally, event.in_full)
+        group.tally.add(event)
 
 
 def place(who: str, thread: str) -> str:

@@ -5,12 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Final
 
 from torchcompat.errors import PluginError
 from torchcompat.logs.streams import Event, Part, Stack
 from torchcompat.patch import Patch
 from torchcompat.plugins import Registered
 from torchcompat.sign import Frame, Hazard, Sign
+
+# What the tracebacks of all threads but the main one begin with.
+_THREADS: Final = (
+    Frame.parse("threading.py:_bootstrap|_bootstrap_inner|run"),
+    Frame.parse("concurrent/futures/thread.py:run|_worker"),
+)
 
 
 @dataclass(frozen=True)
@@ -90,14 +97,21 @@ class Signs:
                 if sign.literal not in part.text:
                     continue
                 sure = _fits_dump(sign, part) if sign.kind == "dump" else _fits(sign, part)
-                if sure is None:
+                if sure is None or (sign.in_thread and not _in_thread(event, part)):
                     continue
-                match = Match(hazard, sign, sure and sign.sure, part.title)
+                match = Match(hazard, sign, sure and sign.sure, part.title or event.describe())
                 if (hazard, id(sign)) not in found or match.sure:
                     found[hazard, id(sign)] = match
         matches = list(found.values())
         certain = [m for m in matches if m.sure and not m.sign.elsewhere]
         return _once_each(certain or matches)
+
+
+def _in_thread(event: Event, part: Part) -> bool:
+    """Whether it happened in a thread that is not the main one, as far as the log says."""
+    if event.thread and event.thread != "MainThread":
+        return True
+    return any(_in_stack(place, stack) for place in _THREADS for stack in part.stacks)
 
 
 def _once_each(matches: list[Match]) -> list[Match]:

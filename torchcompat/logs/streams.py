@@ -93,6 +93,17 @@ class Event:
     parts: tuple[Part, ...]
     in_full: bool
 
+    def describe(self) -> str:
+        """What it is, in one line."""
+        last = self.parts[-1]
+        if last.title:
+            return last.title
+        if self.kind == "dump":
+            return f"a dump of the stacks of {len(last.stacks)} threads"
+        innermost = last.stacks[0].innermost if last.stacks else None
+        at = f"; its last frame is {innermost[1]} in {innermost[0]}" if innermost else ""
+        return f"a traceback that ends before its exception{at}"
+
 
 @dataclass
 class _Stream:
