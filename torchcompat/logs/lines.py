@@ -40,7 +40,7 @@ _RECORD: Final = re.compile(
 )
 _SEPARATOR: Final = re.compile(r"[ ](?:[-|:][ ])?(?:[\w.]+ - )*")
 _THREAD: Final = re.compile(
-    r"\[(?P<bracket>[^\]\d][^\]]*)\]"
+    r"\[(?P<bracket>(?!Errno)[A-Za-z][\w .()-]*(?<!\.py))\]"
     r"|\b(?P<plain>MainThread|Thread-\d+(?: \(\w+\))?|ThreadPoolExecutor-\d+_\d+|Dummy-\d+)\b"
 )
 _ROUNDS: Final = 5
@@ -70,7 +70,7 @@ def read_line(number: int, raw: bytes) -> Line:
     for _ in range(_ROUNDS):
         match = _WHO.match(text)
         if match:
-            who.append(match[0].strip(": |"))
+            who.append(match[0].strip("[](): |"))
             text = text[match.end() :]
             text = text[1:] if text.startswith(" ") else text
             continue

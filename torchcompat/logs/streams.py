@@ -13,7 +13,7 @@ EventKind = Literal["error", "dump", "log"]
 _State = Literal["idle", "trace", "message", "dump", "record"]
 
 HEADER: Final = "Traceback (most recent call last)"
-_MESSAGE_LINES: Final = 40  # torch's longest errors, with the user's code and the hints
+_MESSAGE_LINES: Final = 120  # torch's longest errors, with stacks of their own
 _RECORD_LINES: Final = 6
 _NOISE_LINES: Final = 50  # lines of others in the middle of a traceback
 _FRAMES_MAX: Final = 2000  # different ones; a recursion repeats few
@@ -96,13 +96,14 @@ class Event:
     def describe(self) -> str:
         """What it is, in one line."""
         last = self.parts[-1]
-        if last.title:
-            return last.title
-        if self.kind == "dump":
-            return f"a dump of the stacks of {len(last.stacks)} threads"
         innermost = last.stacks[0].innermost if last.stacks else None
-        at = f"; its last frame is {innermost[1]} in {innermost[0]}" if innermost else ""
-        return f"a traceback that ends before its exception{at}"
+        at = f"{innermost[1]} in {innermost[0]}" if innermost else "no frame"
+        if self.kind == "dump":
+            return last.title or f"a dump of the stacks of {len(last.stacks)} threads"
+        if not last.title:
+            return f"a traceback that ends before its exception; its last frame is {at}"
+        is_bare = innermost is not None and " " not in last.title
+        return f"{last.title} (raised by {at})" if is_bare else last.title
 
 
 @dataclass
@@ -228,6 +229,7 @@ class Assembler:
             stream.chained = True
             return
         foreign = (line.dated and not stream.dated) or _DUMP.match(text)
+        foreign = foreign or any(literal in text for literal in self._records)
         if foreign or len(stream.lines) >= _MESSAGE_LINES:
             self._end(stream)
             self._idle(stream, line, line.text, before)
