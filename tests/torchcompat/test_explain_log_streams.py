@@ -78,7 +78,7 @@ def counts(found: Findings) -> dict[str, int]:
         ("[rank3]: ", "rank3"),
         ("[3]: ", "3"),
         ("[default3]:", "default3"),
-        ("[1,3]<stderr>:", "1,3]<stderr>"),
+        ("[1,3]<stderr>:", "1,3"),
         ("(Worker pid=12) ", "Worker pid=12"),
         ("(RayWorkerWrapper pid=99, ip=10.0.0.4) ", "RayWorkerWrapper pid=99, ip=10.0.0.4"),
         ("\x1b[36m(Worker pid=12)\x1b[0m ", "Worker pid=12"),
@@ -263,7 +263,11 @@ def test_dumps() -> None:
     hang = read(["Timeout (0:05:00)!", other, CALL])
     assert hang.hazards == {}
     assert [t.message for t in hang.unknown] == ["Timeout (0:05:00)!"]
-    py_spy = [*head, 'Thread 7 (active): "MainThread"', "    wrapper (torch/dynamo/eval_frame.py:9)"]
+    py_spy = [
+        *head,
+        'Thread 7 (active): "MainThread"',
+        "    wrapper (torch/dynamo/eval_frame.py:9)",
+    ]
     py_spy += ['Thread 8 (idle): "T"', "    reset (torch/dynamo/__init__.py:153)"]
     assert counts(read(py_spy)) == {"crash": 1}
 
@@ -281,7 +285,7 @@ def test_nothing_is_kept_without_bound() -> None:
     events: list[Event] = []
     assembler = Assembler(events.append)
     for rank in range(3000):
-        assembler.feed(2 * rank, f"[rank{rank}]: {FRAMES[0]}".encode())
+        assembler.feed(read_line(2 * rank, f"[rank{rank}]: {FRAMES[0]}".encode()))
     assert len(assembler._open) <= 512
     assembler.end()
     assert len(events) == 3000

@@ -23,6 +23,7 @@ _STATES: Final = "|".join(state.value for state in State)
 _ROW: Final = re.compile(
     rf"^\s*(?P<id>[\w.:-]+)\s{{2,}}(?P<state>{_STATES})(?:\s{{2,}}(?P<reason>.*))?$"
 )
+_HEADER: Final = re.compile(r"^\s*patch\s+state\s+reason\s*$")
 _NOT_APPLIED: Final = re.compile(r"not applied: (?P<rest>.*)$")
 _FINDING: Final = re.compile(rf"(?P<id>[\w.:-]+) (?P<state>{_STATES}): (?P<reason>.*)")
 _JSON_PATCH: Final = re.compile(r'"patch": "(?P<id>[^"]+)"')
@@ -30,39 +31,10 @@ _JSON_STATE: Final = re.compile(r'"state": "(?P<state>\w+)"')
 _REFUSED: Final = re.compile(r"patch '(?P<id>[\w.:-]+)' is (?P<state>\w+): (?P<reason>.*)$")
 _MODE: Final = re.compile(r"^\s*mode = (?P<mode>on|off|strict) \(")
 
-#: Lines without any of these are none of ours.
-HINTS: Final = (
-    b"orch 1.",
-    b"orch 2.",
-    b"orch-1.",
-    b"orch-2.",
-    b"orch==",
-    b"orch:",
-    b"orch=",
-    b'orch"',
-    b"orch'",
-    b"orch version",
-    b"orch_version",
-    b"orch.version",
-    b"orch.__version__",
-    b"  applied",
-    b"  pending",
-    b"  not_affected",
-    b"  fixed",
-    b"  drifted",
-    b"  disabled",
-    b"  conflict",
-    b"  missing",
-    b"  blocked",
-    b"  failed",
-    b"  displaced",
-    b"not applied: ",
-    b'"patch": "',
-    b'"state": "',
-    b"' is d",
-    b"mode = ",
-    b"torchcompat/patches/",
-)
+#: Lines without any of these are none of ours, unless the context `is_open`.
+HINTS: Final = (b"orch", b"  state  ", b"not applied: ", b'"patch": "', b"' is ", b"mode = ")
+_SIGHTINGS: Final = 500  # of a version; enough to know
+_REPORT_GAP: Final = 20  # lines of others in the middle of a report
 
 
 @dataclass(frozen=True)
@@ -84,6 +56,7 @@ class Context:
     stood: dict[str, Stood] = field(default_factory=dict)
     switched_off: int = 0
     ours_in_frames: int = 0
+    _report: int = 0  # the line up to which rows of a report may come
     _json_patch: str = ""
 
     @property
@@ -91,25 +64,35 @@ class Context:
         """The version that the log names most often, the first of several."""
         return self.versions.most_common(1)[0][0] if self.versions else None
 
+    def is_open(self, number: int) -> bool:
+        """Whether the next line may go on with a report."""
+        return number <= self._report
+
     def look(self, number: int, text: str) -> None:
         """One line without its prefixes."""
         if "orch" in text:
             self._look_for_version(number, text)
-        if "torchcompat/patches/" in text.replace("\\", "/"):
-            self.ours_in_frames = self.ours_in_frames or number
-        if row := _ROW.match(text):
+            if not self.ours_in_frames and "torchcompat/patches/" in text.replace("\\", "/"):
+                self.ours_in_frames = number
+        if _HEADER.match(text):
+            self._report = number + _REPORT_GAP
+        elif number <= self._report and (row := _ROW.match(text)):
             self._note(row["id"], row["state"], row["reason"] or "", number)
-        elif found := _NOT_APPLIED.search(text):
+            self._report = number + _REPORT_GAP
+        elif "not applied: " in text and (found := _NOT_APPLIED.search(text)):
             for finding in map(_FINDING.fullmatch, found["rest"].split("; ")):
                 if finding:
                     self._note(finding["id"], finding["state"], finding["reason"], number)
-        elif found := _REFUSED.search(text):
+        elif "' is " in text and (found := _REFUSED.search(text)):
             self._note(found["id"], found["state"], found["reason"], number)
         elif (mode := _MODE.match(text)) and mode["mode"] == "off":
             self.switched_off = self.switched_off or number
-        self._look_for_json(number, text)
+        if '"' in text:
+            self._look_for_json(number, text)
 
     def _look_for_version(self, number: int, text: str) -> None:
+        if sum(self.versions.values()) > _SIGHTINGS:
+            return
         for match in _VERSION.finditer(text):
             if not _DEMANDED.search(text[: match.start()]):
                 self.versions[match["version"]] += 1
@@ -117,7 +100,7 @@ class Context:
 
     def _look_for_json(self, number: int, text: str) -> None:
         if patch := _JSON_PATCH.search(text):
-            self._json_patch = patch["id"]
+            self._json_patch, self._report = patch["id"], number + _REPORT_GAP
         if self._json_patch and (state := _JSON_STATE.search(text)):
             self._note(self._json_patch, state["state"], "", number)
             self._json_patch = ""

@@ -19,13 +19,12 @@ _ANSI: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x
 # Who wrote the line: torch's and torchrun's [rank3]: and [default3]:, mpirun's [1,3]<stderr>:,
 # Ray's and vLLM's (Worker pid=12), srun's 3:, docker compose's worker-1  |.
 _WHO: Final = re.compile(
-    r"\[(?:rank|default|node|worker|proc|gpu|local_rank)?[ =:]?\d+\](?::|(?=\s))"
+    r"\[(?:[Rr]ank|RANK|default|node|[Ww]orker|proc|gpu|GPU|local_rank)?[ =:]?\d+\](?::|(?=\s))"
     r"|\[\d+,\d+\]<std(?:err|out)>:"
     r"|\((?:[\w.:<>-]+[ ])*?pid=\d+(?:,[^)]*)?\)"
-    r"|(?:rank|worker|node|gpu)[ _=:-]?\d+\s?[:|](?=\s|$)"
+    r"|(?:[Rr]ank|RANK|[Ww]orker|[Nn]ode|gpu|GPU)[ _=:-]?\d+\s?[:|](?=\s|$)"
     r"|\s{0,4}\d{1,5}:(?=\s|$)"
-    r"|[\w.-]+-\d+\s*\|(?=\s|$)",
-    re.IGNORECASE,
+    r"|[A-Za-z][\w.]*(?:-[\w.]+)*-\d+\s*\|(?=\s|$)"
 )
 # What loggers put first: torch's W1203 10:22:33.444000 7031 torch/x.py:12] [0/8] [__recompiles],
 # a date, a time, a level with logger names, vLLM's ERROR 12-03 10:22:33 [core.py:700].
@@ -68,9 +67,11 @@ def read_line(number: int, raw: bytes) -> Line:
     who: list[str] = []
     thread, dated = "", False
     for _ in range(_ROUNDS):
+        if text[:2] == "  " and not text[2:6].lstrip()[:1].isdigit():
+            break  # a frame or its source: most lines of a traceback
         match = _WHO.match(text)
         if match:
-            who.append(match[0].strip("[](): |"))
+            who.append(match[0].partition("<std")[0].strip("[](): |"))
             text = text[match.end() :]
             text = text[1:] if text.startswith(" ") else text
             continue

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
 from typing import Final
 
 from torchcompat.build import TorchBuild
@@ -20,8 +21,7 @@ _OPENINGS: Final = (
     "Fatal Python error",
     "most recent call first",
     "Timeout (",
-    "(idle",
-    "(active",
+    '): "MainThread"',  # py-spy dump
 )
 _KINDS_MAX: Final = 200  # of failures that are told apart
 _STREAMS_TOLD: Final = 20
@@ -75,8 +75,8 @@ class LogReader:
         self._signs = Signs(known.values())
         self._context = Context(frozenset(i for i, k in known.items() if k.patch is not None))
         self._assembler = Assembler(self._take, self._signs.loose, self._signs.records)
-        texts = (*self._signs.loose, *self._signs.records, *_OPENINGS)
-        self._wanted = tuple(text.encode() for text in dict.fromkeys(texts))
+        texts = [t.encode() for t in (*self._signs.loose, *self._signs.records, *_OPENINGS)]
+        self._wanted = tuple(dict.fromkeys([*texts, *HINTS]))
         self._elsewhere = {text.encode() for text in self._signs.elsewhere}
         self._seen: set[str] = set()
         self._groups: dict[object, _Group] = {}
@@ -85,31 +85,31 @@ class LogReader:
         self._before = b""
 
     def feed(self, block: bytes) -> None:
-        """Some whole lines."""
+        """Some whole lines. Of those that cannot matter only the newlines are counted."""
         for text in [t for t in self._elsewhere if t in block]:
             self._seen.add(text.decode())
             self._elsewhere.discard(text)
-        wanted = [text for text in self._wanted if text in block]
-        hints = [text for text in HINTS if text in block]
-        if not wanted and not hints and not self._assembler.is_open:
-            self._number += block.count(b"\n") or 1
-            self._before = b""
-            return
-        lines = block.split(b"\n")
-        if not lines[-1]:
-            lines.pop()
-        self._lines(lines, wanted, hints)
-
-    def _lines(self, lines: Sequence[bytes], wanted: list[bytes], hints: list[bytes]) -> None:
-        number, before = self._number, self._before
-        assembler, context = self._assembler, self._context
-        for raw in lines:
+        ahead = [(at, text) for text in self._wanted if (at := block.find(text)) >= 0]
+        heapify(ahead)
+        number, before, at = self._number, self._before, 0
+        while at < len(block):
+            if not self._assembler.is_open and not self._context.is_open(number):
+                start = _next_line(block, at, ahead)
+                number += block.count(b"\n", at, start)
+                if start > at:
+                    before = block[block.rfind(b"\n", at, start - 1) + 1 or at : start - 1]
+                at = start
+                if at == len(block):
+                    number += not block.endswith(b"\n")
+                    break
+            end = block.find(b"\n", at)
+            end = len(block) if end < 0 else end
             number += 1
-            if any(text in raw for text in hints):
-                context.look(number, read_line(number, raw).text)
-            if assembler.is_open or any(text in raw for text in wanted):
-                assembler.feed(number, raw, before)
-            before = raw
+            raw = block[at:end]
+            line = read_line(number, raw)
+            self._context.look(number, line.text)
+            self._assembler.feed(line, before)
+            before, at = raw, end + 1
         self._number, self._before = number, before
 
     def findings(self) -> Findings:
@@ -155,6 +155,18 @@ class LogReader:
             tally = Tally(message, event.number, event.who, event.thread)
             group = self._groups[key] = _Group(matches, tally, event.in_full)
         group.tally.add(event)
+
+
+def _next_line(block: bytes, at: int, ahead: list[tuple[int, bytes]]) -> int:
+    """Where the next line begins that has one of the texts, from `at` on; the block's end if none
+    has. `ahead` is a heap of places of texts, and is brought up to date."""
+    while ahead and ahead[0][0] < at:
+        _, text = heappop(ahead)
+        if (found := block.find(text, at)) >= 0:
+            heappush(ahead, (found, text))
+    if not ahead:
+        return len(block)
+    return block.rfind(b"\n", at, ahead[0][0]) + 1 or at
 
 
 def place(who: str, thread: str) -> str:

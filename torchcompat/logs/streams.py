@@ -137,29 +137,30 @@ class Assembler:
         self._loose = tuple(loose)
         self._records = tuple(records)
         self._open: dict[tuple[str, str], _Stream] = {}
+        self._look_again = 0
 
     @property
     def is_open(self) -> bool:
         """Whether the next line may belong to something that has begun."""
         return bool(self._open)
 
-    def feed(self, number: int, raw: bytes, before: bytes = b"") -> None:
-        """One line, and the one before it, which may name the thread."""
-        line = read_line(number, raw)
+    def feed(self, line: Line, before: bytes = b"") -> None:
+        """One line, and the raw one before it, which may name the thread."""
         key = (line.who, line.thread)
         stream = self._open.get(key)
         if stream is None:
             stream = _Stream(line.who)
         self._step(stream, line, before)
-        stream.last = number
+        stream.last = line.number
         if stream.state == "idle":
             self._open.pop(key, None)
         else:
             self._open[key] = stream
             if len(self._open) > _STREAMS_MAX:
                 self._end(self._open.pop(next(iter(self._open))))
-        if number % 1000 == 0:
-            self.end_silent(number)
+        if line.number >= self._look_again:
+            self._look_again = line.number + _SILENT_LINES // 5
+            self.end_silent(line.number)
 
     def end_silent(self, number: int) -> None:
         """End what has had no line for long."""
