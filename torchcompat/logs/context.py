@@ -52,7 +52,7 @@ class Context:
 
     patches: frozenset[str]
     versions: Counter[str] = field(default_factory=Counter)
-    version_line: int = 0
+    version_lines: dict[str, int] = field(default_factory=dict)
     stood: dict[str, Stood] = field(default_factory=dict)
     switched_off: int = 0
     ours_in_frames: int = 0
@@ -96,7 +96,7 @@ class Context:
         for match in _VERSION.finditer(text):
             if not _DEMANDED.search(text[: match.start()]):
                 self.versions[match["version"]] += 1
-                self.version_line = self.version_line or number
+                self.version_lines.setdefault(match["version"], number)
 
     def _look_for_json(self, number: int, text: str) -> None:
         if patch := _JSON_PATCH.search(text):

@@ -152,11 +152,13 @@ def _application(patch: str, context: Context) -> tuple[bool | None, str]:
 def _lines(name: str, found: Findings, build: TorchBuild | None, judged: list[Judged]) -> list[str]:
     shown = "standard input" if name == "-" else name
     lines = [f"{shown}: {found.lines} lines; {_which_torch(found.context, build)}"]
+    lines += [found.cut] if found.cut else []
     for one in judged:
         lines += ["", *_paragraph(one)]
     if found.unknown:
         count = sum(t.count for t in found.unknown) + found.more_unknown
-        lines += ["", f"unknown: {count} failures that no sign knows"]
+        failures = "1 failure" if count == 1 else f"{count} failures"
+        lines += ["", f"unknown: {failures} that no sign knows"]
         lines += [f"  {_where(t)}: {t.message[:_MESSAGE_WIDTH]}" for t in found.unknown]
         lines += [f"  and {found.more_unknown} of other kinds"] if found.more_unknown else []
     if not judged and not found.unknown:
@@ -190,9 +192,10 @@ def _which_torch(context: Context, build: TorchBuild | None) -> str:
     if context.version is None:
         here = f"judged for the installed {build.version}" if build else "and none is installed"
         return f"the log does not say which torch, {here}"
+    line = context.version_lines[context.version]
     others = sorted(set(context.versions) - {context.version})
     also = f" (it also names {', '.join(others)})" if others else ""
-    return f"torch {context.version}, named in line {context.version_line}{also}"
+    return f"torch {context.version}, named in line {line}{also}"
 
 
 # -- for programs
@@ -205,10 +208,11 @@ def _to_dict(
     return {
         "log": name,
         "lines": found.lines,
+        "cut": found.cut,
         "torch": {
             "version": None if build is None else build.version,
             "from": "log" if context.version else "installed",
-            "line": context.version_line or None,
+            "line": context.version_lines.get(context.version or ""),
             "named": dict(context.versions),
         },
         "report": {i: s.state.value for i, s in context.stood.items()},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import re
 import sys
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,10 @@ _THREAD: Final = re.compile(
     r"|\b(?P<plain>MainThread|Thread-\d+(?: \(\w+\))?|ThreadPoolExecutor-\d+_\d+|Dummy-\d+)\b"
 )
 _ROUNDS: Final = 5
+
+
+class CutShort(ConfigError):
+    """The rest of a log cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -96,22 +101,24 @@ def open_log(name: str) -> IO[bytes]:
     if name == "-":
         return sys.stdin.buffer
     try:
-        file = Path(name).open("rb")  # noqa: SIM115 - the caller closes it
-
+        if name.endswith(".gz"):
+            return cast("IO[bytes]", gzip.open(name))
+        return Path(name).open("rb")
     except OSError as e:
         raise ConfigError(f"log {name!r} cannot be read: {e.strerror or e}") from None
-    return cast("IO[bytes]", gzip.GzipFile(fileobj=file)) if name.endswith(".gz") else file
 
 
 def blocks(stream: IO[bytes], name: str) -> Iterator[bytes]:
-    """Whole lines, many at a time. Raises `ConfigError` for a gzip file that is none or ends early
-    (what came before is given first)."""
+    """Whole lines, many at a time. Raises `CutShort`, after what came before, where the file cannot
+    be read to its end, such as a gzip file of a job that was killed."""
     rest = b""
     while True:
         try:
             data = stream.read(_BLOCK)
-        except (OSError, EOFError) as e:
-            raise ConfigError(f"log {name!r} cannot be read to its end: {e}") from None
+        except (OSError, EOFError, zlib.error) as e:
+            if rest:
+                yield rest
+            raise CutShort(f"log {name!r} cannot be read to its end: {e}") from None
         if not data:
             break
         if b"\n" not in data:

@@ -11,7 +11,7 @@ from typing import Final
 
 from torchcompat.build import TorchBuild
 from torchcompat.logs.context import HINTS, Context
-from torchcompat.logs.lines import read_line
+from torchcompat.logs.lines import CutShort, read_line
 from torchcompat.logs.signs import Known, Match, Signs
 from torchcompat.logs.streams import HEADER, Assembler, Event
 
@@ -58,13 +58,15 @@ class _Group:
 
 @dataclass
 class Findings:
-    """What a log tells. `unknown` by text; `more_unknown` counts those beyond the kinds kept."""
+    """What a log tells. `unknown` by text; `more_unknown` counts those beyond the kinds kept; `cut`
+    says why there may be more."""
 
     lines: int
     context: Context
     hazards: dict[str, Tally]
     unknown: list[Tally]
     more_unknown: int
+    cut: str = ""
 
 
 class LogReader:
@@ -83,6 +85,11 @@ class LogReader:
         self._more_unknown = 0
         self._number = 0
         self._before = b""
+
+    @property
+    def lines(self) -> int:
+        """How many there were so far."""
+        return self._number
 
     def feed(self, block: bytes) -> None:
         """Some whole lines. Of those that cannot matter only the newlines are counted."""
@@ -198,8 +205,13 @@ def _merge(into: dict[str, Tally], key: str, tally: Tally) -> None:
 
 
 def read_blocks(known: Mapping[str, Known], blocks: Iterable[bytes]) -> Findings:
-    """All of it."""
+    """All of it, or all that can be read; raises `CutShort` if that is nothing."""
     reader = LogReader(known)
-    for block in blocks:
-        reader.feed(block)
+    try:
+        for block in blocks:
+            reader.feed(block)
+    except CutShort as e:
+        if not reader.lines:
+            raise
+        return replace(reader.findings(), cut=str(e))
     return reader.findings()
