@@ -11,6 +11,7 @@ SignKind = Literal["error", "log", "dump"]
 
 _ID: Final = re.compile(r"([A-Za-z0-9_.-]+:)?[a-z][a-z0-9_]*")
 _LITERAL_MIN: Final = 12  # characters of plain text that a message must have to stand for itself
+_PLAIN: Final = re.compile(r"[^\\\[\](){}*+?|^$]*")
 _QUANTIFIERS: Final = "?*{"
 
 
@@ -25,14 +26,20 @@ class Frame:
     @classmethod
     def parse(cls, text: str) -> Frame:
         """Raises `ValueError` for another form."""
-        files, colon, functions = text.rpartition(":")
-        if not colon or "" in (*files.split("|"), *functions.split("|")):
-            raise ValueError(f"frame {text!r} is not of the form 'path/file.py:function'")
+        files, functions = split_frame(text)
         return cls(re.compile(rf"(?:.*/)?(?:{_glob(files)})"), re.compile(_glob(functions)))
 
     def fits(self, file: str, function: str) -> bool:
         """Whether a frame of a stack is this place; `file` has forward slashes."""
         return bool(self.function.fullmatch(function) and self.file.fullmatch(file))
+
+
+def split_frame(text: str) -> tuple[str, str]:
+    """Files and functions of a frame's text. Raises `ValueError` for another form."""
+    files, colon, functions = text.rpartition(":")
+    if not colon or "" in (*files.split("|"), *functions.split("|")):
+        raise ValueError(f"frame {text!r} is not of the form 'path/file.py:function'")
+    return files, functions
 
 
 def _glob(text: str) -> str:
@@ -70,12 +77,13 @@ class Sign:
     sure: bool = True
 
     def __post_init__(self) -> None:
-        try:
-            re.compile(self.text, re.MULTILINE)
-        except re.error as e:
-            raise ValueError(f"sign {self.text!r}: no regular expression: {e}") from None
+        if not _PLAIN.fullmatch(self.text):  # compiling takes time, and every process pays for it
+            try:
+                re.compile(self.text, re.MULTILINE)
+            except re.error as e:
+                raise ValueError(f"sign {self.text!r}: no regular expression: {e}") from None
         for frame in (*self.frames, *self.absent, *self.beside, self.raised_in or "*:*"):
-            Frame.parse(frame)
+            split_frame(frame)
         if self.kind not in ("error", "log", "dump"):
             raise ValueError(f"sign {self.text!r}: kind {self.kind!r} is not error, log or dump")
         if self.kind == "log" and (self.needs_stack or self.absent):

@@ -1,4 +1,4 @@
-"""`torchcompat explain LOG`: torch and torchcompat as the log has them, what is said, the status."""
+"""`torchcompat explain LOG`: torch and torchcompat as the log has them, what is said."""
 
 from __future__ import annotations
 

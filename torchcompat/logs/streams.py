@@ -229,9 +229,8 @@ class Assembler:
         if text.strip() in _CHAINED:
             stream.chained = True
             return
-        foreign = (line.dated and not stream.dated) or _DUMP.match(text)
-        foreign = foreign or any(literal in text for literal in self._records)
-        if foreign or len(stream.lines) >= _MESSAGE_LINES:
+        foreign = (line.dated and not stream.dated) or any(x in text for x in self._records)
+        if foreign or _DUMP.match(text) or len(stream.lines) >= _MESSAGE_LINES:
             self._end(stream)
             self._idle(stream, line, line.text, before)
         else:
