@@ -83,6 +83,10 @@ PATCH = Patch(
             text=r"^NameError: name '\w+' is not defined",
             raised_in=_GENERATED,
         ),
+        Sign(  # both threads rename the same nodes
+            text=r"^KeyError: \w+$",
+            frames=("torch/fx/graph.py:override_node_repr",),
+        ),
         Sign(
             text=r"^TypeError: .*'NoneType'",
             raised_in="<eval_with_key>*:forward",

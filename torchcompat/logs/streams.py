@@ -193,7 +193,8 @@ class Assembler:
 
     def _header(self, stream: _Stream, line: Line, text: str, before: bytes) -> None:
         joins = stream.chained or stream.group or "Original Traceback" in text
-        if stream.state == "message" and joins:
+        # Two threads that write to one stream at once cannot be told apart: they are one failure.
+        if stream.state == "trace" or (stream.state == "message" and joins):
             self._close_part(stream)
         else:
             self._end(stream)
