@@ -12,6 +12,7 @@ if __name__ != "torchcompat.patches":
     raise ImportError(f"this package is torchcompat.patches; it cannot be imported as {__name__!r}")
 
 from torchcompat.patch import Patch
+from torchcompat.sign import Hazard
 
 from . import (
     compile_single_flight,
@@ -43,6 +44,7 @@ from . import (
     make_fx_tracer,
     pgo_threads,
     recompile_budget,
+    signs,
     triton_autotuner,
     user_object_registry,
 )
@@ -80,3 +82,6 @@ PATCHES: Final[tuple[Patch, ...]] = (
     pgo_threads.PATCH,
     triton_autotuner.PATCH,
 )
+
+# Known by their signs in a log alone; `torchcompat explain LOG` finds them here.
+HAZARDS: Final[tuple[Hazard, ...]] = signs.HAZARDS

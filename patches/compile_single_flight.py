@@ -29,6 +29,7 @@ from typing import Any, Final
 from torchcompat.errors import SourceDrift
 from torchcompat.patch import Code, Patch, Wrap
 from torchcompat.rewrite import PLACEHOLDER, embed, recompile
+from torchcompat.sign import Sign
 from torchcompat.verdict import Finding
 
 _CONVERT_FRAME: Final = "torch._dynamo.convert_frame"
@@ -291,4 +292,17 @@ PATCH = Patch(
     requires=("lazy_graph_module",),  # threads now share a graph module from its first call on
     repro="repro/compile_single_flight.py",
     links=("https://github.com/pytorch/pytorch/issues/168042",),
+    signs=(
+        Sign(  # the guards of the entry fit the call that is compiled: a duplicate
+            text=r"torch\._dynamo hit config\.\w+ \(\d+\)(?s:.)*last reason:.*"
+            "runtime guards failed even though they passed",
+            kind="log",
+        ),
+        Sign(
+            text=r"torch\._dynamo hit config\.\w+ \(\d+\)(?s:.)*last reason:.*"
+            "Unable to find recompilation reasons",
+            kind="log",
+            sure=False,
+        ),
+    ),
 )

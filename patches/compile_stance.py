@@ -27,6 +27,7 @@ from typing import Any, Final
 
 from torchcompat.patch import Patch, Value, Wrap
 from torchcompat.rewrite import ThreadLocal
+from torchcompat.sign import Sign
 from torchcompat.target import MISSING
 
 from .c_flags import is_shared
@@ -183,4 +184,11 @@ PATCH = Patch(
         Value(target=f"{_SET_STANCE}.__del__", factory=_del, create=True),
     ),
     repro="repro/compile_stance.py",
+    signs=(
+        Sign(
+            text="Detected recompile when torch.compile stance is 'fail_on_recompile'",
+            in_thread=True,
+            sure=False,  # the stance may be this thread's own
+        ),
+    ),
 )

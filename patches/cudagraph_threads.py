@@ -21,6 +21,7 @@ from collections import defaultdict
 from typing import Any, Final
 
 from torchcompat.patch import Patch, Replace
+from torchcompat.sign import Sign
 from torchcompat.verdict import Finding
 
 _TREES: Final = "torch._inductor.cudagraph_trees"
@@ -120,5 +121,17 @@ PATCH = Patch(
     links=(
         "https://github.com/pytorch/pytorch/issues/123177",
         "https://github.com/pytorch/pytorch/pull/184357",
+    ),
+    signs=(
+        Sign(
+            text=r"^AssertionError:?$",
+            raised_in="torch/_inductor/cudagraph_trees.py:get_obj",
+            source="_is_key_in_tls",
+        ),
+        Sign(
+            text="accessing tensor output of CUDAGraphs that has been overwritten by a subsequent",
+            in_thread=True,
+            sure=False,  # one thread that keeps outputs over two steps says the same
+        ),
     ),
 )

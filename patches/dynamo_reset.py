@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from torchcompat.patch import Code, Patch
 from torchcompat.rewrite import PLACEHOLDER, embed, recompile
+from torchcompat.sign import Sign
 from torchcompat.verdict import Finding
 
 from . import call_gate
@@ -102,4 +103,14 @@ PATCH = Patch(
     ),
     repro="repro/dynamo_reset.py",
     links=("https://github.com/pytorch/pytorch/issues/193697",),
+    signs=(
+        Sign(
+            text=r"^Fatal Python error: (?:Segmentation fault|Floating[ -]point exception|Aborted)",
+            kind="dump",
+            frames=(
+                "torch/_dynamo/__init__.py|torch/_dynamo/eval_frame.py"
+                ":reset|reset_code_caches|remove_from_cache",
+            ),
+        ),
+    ),
 )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from torchcompat.patch import Patch
 from torchcompat.rewrite import ThreadLocal
+from torchcompat.sign import Sign
 
 PATCH = Patch(
     id="error_on_graph_break",
@@ -26,4 +27,12 @@ PATCH = Patch(
     affects=">=2.9.0.dev0",
     edits=(ThreadLocal(module="torch._dynamo.utils", name="_error_on_graph_break", default=False),),
     repro="repro/error_on_graph_break.py",
+    signs=(
+        Sign(
+            text=r"Unsupported: Call to `torch\._dynamo\.graph_break\(\)`",
+            in_thread=True,
+            frames=("torch/_dynamo/eval_frame.py:compile_wrapper|_fn",),
+            sure=False,  # a fullgraph call of this thread says the same
+        ),
+    ),
 )

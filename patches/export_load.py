@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from torchcompat.patch import Patch
 from torchcompat.rewrite import ThreadLocal
+from torchcompat.sign import Sign
 
 PATCH = Patch(
     id="export_load",
@@ -28,4 +29,13 @@ PATCH = Patch(
     ),
     repro="repro/export_load.py",
     links=("https://github.com/pytorch/pytorch/issues/195099",),
+    signs=(
+        Sign(text="_CURRENT_DESERIALIZER is already set"),
+        Sign(text="Need access to current deserializer state"),
+        Sign(  # up to 2.10 without a text
+            text=r"^AssertionError:?$",
+            raised_in="torch/_export/serde/serialize.py:deserialize",
+            source="_CURRENT_DESERIALIZER is None",
+        ),
+    ),
 )

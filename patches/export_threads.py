@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from torchcompat.patch import Patch
 from torchcompat.rewrite import ThreadLocal
+from torchcompat.sign import Sign
 
 PATCH = Patch(
     id="export_threads",
@@ -28,4 +29,16 @@ PATCH = Patch(
     edits=(ThreadLocal(module="torch.compiler", name="_is_exporting_flag", default=False),),
     repro="repro/export_threads.py",
     links=("https://github.com/pytorch/pytorch/issues/168042",),
+    signs=(
+        Sign(
+            text="torch.compile is ignored when called inside torch.export region",
+            kind="log",
+            sure=False,  # an export's own code may call torch.compile
+        ),
+        Sign(
+            text="You are calling torch.compile inside torch.export region",
+            kind="log",
+            sure=False,
+        ),
+    ),
 )

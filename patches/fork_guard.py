@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from torchcompat.install import Slot, UndoState
 from torchcompat.patch import Edit, Patch
+from torchcompat.sign import Sign
 from torchcompat.verdict import Finding
 
 _CONVERT_FRAME: Final = "torch._dynamo.convert_frame"
@@ -114,5 +115,13 @@ PATCH = Patch(
     links=(
         "https://github.com/pytorch/pytorch/issues/108586",
         "https://github.com/pytorch/pytorch/issues/121197",
+    ),
+    signs=(
+        Sign(
+            text="",
+            kind="dump",
+            raised_in="torch/_dynamo/convert_frame.py:__call__",
+            frames=("multiprocessing/popen_fork.py:_launch",),
+        ),
     ),
 )

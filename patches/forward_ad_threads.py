@@ -16,6 +16,7 @@ import threading
 from typing import Any, Final
 
 from torchcompat.patch import Patch, Wrap
+from torchcompat.sign import Sign
 
 _TRANSFORMS: Final = "torch._functorch.eager_transforms"
 
@@ -112,4 +113,15 @@ PATCH = Patch(
         ),
     ),
     repro="repro/forward_ad_threads.py",
+    signs=(
+        Sign(
+            text="Nested forward mode AD is not supported at the moment",
+            in_thread=True,
+        ),
+        Sign(text="Nested forward mode AD is not supported at the moment", sure=False),
+        Sign(
+            text="Trying to access a forward AD level with an invalid index",
+        ),
+        Sign(text="Exiting a forward AD level that is not the last that was created"),
+    ),
 )

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchcompat.patch import Patch, Value
+from torchcompat.sign import Sign
 from torchcompat.verdict import Finding
 
 from .c_flags import is_shared
@@ -104,5 +105,10 @@ PATCH = Patch(
     links=(
         "https://github.com/pytorch/pytorch/pull/177809",
         "https://github.com/pytorch/pytorch/issues/185138",
+    ),
+    signs=(
+        Sign(  # with reasons after it, "Skipped frames:", it is meant
+            text=r"torch\.compile with fullgraph=True found no compiled frames\.(?! Skipped frames)"
+        ),
     ),
 )

@@ -26,6 +26,7 @@ from typing import Any
 from torchcompat.errors import SourceDrift
 from torchcompat.patch import Patch, Replace, Wrap
 from torchcompat.rewrite import ThreadLocal
+from torchcompat.sign import Sign
 from torchcompat.verdict import Finding
 
 from . import shared_replacement
@@ -182,5 +183,27 @@ PATCH = Patch(
         "https://github.com/pytorch/pytorch/issues/112775",
         "https://github.com/pytorch/pytorch/issues/168042",
         "https://github.com/pytorch/pytorch/pull/187589",
+    ),
+    signs=(
+        Sign(text="CURRENT_PATCHER is None in finally block"),
+        Sign(text="CURRENT_PATCHER was changed during a revert_all_patches"),
+        Sign(  # up to 2.10 without a text
+            text=r"^AssertionError:?$",
+            raised_in="torch/fx/_symbolic_trace.py:_new_patcher",
+            source="CURRENT_PATCHER is not None",
+        ),
+        Sign(  # another thread's trace has taken this one's hooks
+            text="NameError: module is not installed as a submodule",
+            frames=("torch/fx/_symbolic_trace.py:module_call_wrapper",),
+            in_thread=True,
+            sure=False,
+        ),
+        Sign(
+            text="NameError: module is not installed as a submodule",
+            frames=("torch/fx/_symbolic_trace.py:module_call_wrapper|call_module|path_of_module",),
+            absent=(
+                "torch/fx/_symbolic_trace.py:trace",
+            ),  # a trace of one's own may say so rightly
+        ),
     ),
 )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from torchcompat.patch import Patch
 from torchcompat.rewrite import ThreadLocal, ThreadLocals
+from torchcompat.sign import Sign
 
 _MODULE = "torch.fx.traceback"
 
@@ -40,4 +41,10 @@ PATCH = Patch(
     ),
     repro="repro/fx_traceback_meta.py",
     links=("https://github.com/pytorch/pytorch/pull/184917",),
+    signs=(
+        Sign(  # the block's end finds another thread's metadata
+            text=r"^KeyError: 'custom'",
+            raised_in="torch/fx/traceback.py:annotate",
+        ),
+    ),
 )

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from torchcompat.patch import Patch
 from torchcompat.rewrite import ThreadLocal
+from torchcompat.sign import Sign
 
 PATCH = Patch(
     id="fx_tracing_flag",
@@ -41,5 +42,15 @@ PATCH = Patch(
         "https://github.com/pytorch/pytorch/issues/126024",
         "https://github.com/pytorch/pytorch/issues/168042",
         "https://github.com/pytorch/pytorch/pull/168999",
+    ),
+    signs=(
+        Sign(
+            text="Detected that you are using FX to symbolically trace a dynamo-optimized function",
+            # torch is right to refuse where the thread itself is tracing
+            absent=(
+                "torch/fx/_symbolic_trace.py:trace",
+                "torch/fx/experimental/proxy_tensor.py:trace|dispatch_trace|wrapped",
+            ),
+        ),
     ),
 )

@@ -25,6 +25,7 @@ from torchcompat.errors import SourceDrift
 from torchcompat.install import CodeSlot, Slot
 from torchcompat.patch import Code, Edit, Patch, Wrap
 from torchcompat.rewrite import PLACEHOLDER, embed, recompile
+from torchcompat.sign import Sign
 from torchcompat.verdict import Finding
 
 _CONVERT_FRAME: Final = "torch._dynamo.convert_frame"
@@ -260,4 +261,5 @@ PATCH = Patch(
     ),
     repro="repro/global_state.py",
     links=("https://github.com/pytorch/pytorch/issues/111569",),
+    signs=(Sign(text=r"Global .*state changed while dynamo tracing, please report a bug"),),
 )

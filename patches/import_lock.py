@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from torchcompat.patch import Patch, Value
+from torchcompat.sign import Sign
 from torchcompat.verdict import Finding
 
 _USERS: Final = ("torch._dynamo.symbolic_convert", "torch._dynamo.guards")
@@ -71,4 +72,15 @@ PATCH = Patch(
     edits=tuple(Value(target=f"{name}:importlib", factory=_Importlib) for name in _USERS),
     repro="repro/import_lock.py",
     links=("https://github.com/pytorch/pytorch/issues/197046",),
+    signs=(
+        Sign(
+            text="",
+            kind="dump",
+            frames=(
+                "<frozen importlib._bootstrap>|importlib/_bootstrap.py:acquire",
+                "torch/_dynamo/convert_frame.py:_compile",
+            ),
+            beside=("torch/_dynamo/convert_frame.py:__call__", "<frozen importlib._bootstrap>:*"),
+        ),
+    ),
 )

@@ -28,6 +28,7 @@ from torchcompat.choice import FirstOf
 from torchcompat.errors import SourceDrift
 from torchcompat.patch import Code, Patch, Wrap
 from torchcompat.rewrite import PLACEHOLDER, embed, recompile
+from torchcompat.sign import Sign
 
 _WRAPPERS: Final = "torch._functorch._aot_autograd.runtime_wrappers"
 _ASKED: Final = "CompiledFunction.compiled_bw is None"
@@ -159,4 +160,5 @@ PATCH = Patch(
         "https://github.com/pytorch/pytorch/issues/105943",
         "https://github.com/pytorch/pytorch/issues/140626",
     ),
+    signs=(Sign(text="expected same # of fw and bw compiles, but found bucket"),),
 )

@@ -16,6 +16,7 @@ import weakref
 from typing import Any, Final
 
 from torchcompat.patch import Patch, Wrap
+from torchcompat.sign import Sign
 
 _LAZY: Final = "torch.fx._lazy_graph_module:_LazyGraphModule"
 
@@ -49,6 +50,9 @@ def _real_recompile(original: Any) -> Any:
     return _real_recompile
 
 
+# The second one raises the error again, without the traceback.
+_GENERATED: Final = "<eval_with_key>*|torch/fx/graph_module.py:forward|__call__"
+
 PATCH = Patch(
     id="lazy_graph_module",
     title="Threads that first call one compiled graph must generate its code once",
@@ -74,4 +78,24 @@ PATCH = Patch(
     ),
     repro="repro/lazy_graph_module.py",
     links=("https://github.com/pytorch/pytorch/issues/112775",),
+    signs=(
+        Sign(
+            text=r"^NameError: name '\w+' is not defined",
+            raised_in=_GENERATED,
+        ),
+        Sign(  # both threads rename the same nodes
+            text=r"^KeyError: \w+$",
+            frames=("torch/fx/graph.py:override_node_repr",),
+        ),
+        Sign(
+            text=r"^TypeError: .*'NoneType'",
+            raised_in="<eval_with_key>*:forward",
+            in_thread=True,
+            sure=False,
+        ),
+        Sign(
+            text=r"^UnboundLocalError: ",
+            raised_in=_GENERATED,
+        ),
+    ),
 )

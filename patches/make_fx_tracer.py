@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from torchcompat.patch import Patch
 from torchcompat.rewrite import ThreadLocal
+from torchcompat.sign import Sign
 
 PATCH = Patch(
     id="make_fx_tracer",
@@ -30,4 +31,5 @@ PATCH = Patch(
         ThreadLocal(module="torch.fx.experimental.proxy_tensor", name="_CURRENT_MAKE_FX_TRACER"),
     ),
     repro="repro/make_fx_tracer.py",
+    signs=(Sign(text="Cannot reenter make_fx when we're not under a make_fx tracing session"),),
 )

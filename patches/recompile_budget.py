@@ -27,6 +27,7 @@ from types import CodeType, FunctionType
 from typing import Any, Final
 
 from torchcompat.patch import Patch, Wrap
+from torchcompat.sign import Sign
 from torchcompat.verdict import Finding
 
 _CONVERT_FRAME: Final = "torch._dynamo.convert_frame"
@@ -213,5 +214,19 @@ PATCH = Patch(
     links=(
         "https://github.com/pytorch/pytorch/issues/124269",
         "https://github.com/pytorch/pytorch/issues/178351",
+    ),
+    signs=(
+        Sign(
+            text=r"torch\._dynamo hit config\.\w+ \(\d+\)(?s:.)*function: 'inner' "
+            r"\(.*torch[/\\]_dynamo[/\\]external_utils\.py",
+            kind="log",
+        ),
+        Sign(  # modes of a thread, modules of one class, devices
+            text=r"torch\._dynamo hit config\.\w+ \(\d+\)(?s:.)*last reason:.*(?:"
+            r"GLOBAL_STATE changed: (?!num_threads)|___check_obj_id\(|device index mismatch"
+            r"|___check_type_id\()",
+            kind="log",
+        ),
+        Sign(text=r"FailOnRecompileLimitHit: ", in_thread=True, sure=False),
     ),
 )

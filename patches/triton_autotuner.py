@@ -14,6 +14,7 @@ import threading
 from typing import Any
 
 from torchcompat.patch import Patch, Value
+from torchcompat.sign import Sign
 
 _STORE = "_torchcompat_nargs"
 
@@ -52,4 +53,10 @@ PATCH = Patch(
     ),
     repro="repro/triton_autotuner.py",
     links=("https://github.com/triton-lang/triton/pull/11494",),
+    signs=(
+        Sign(
+            text=r"^TypeError: 'NoneType' object is not a mapping",
+            raised_in="triton/runtime/autotuner.py:*",
+        ),
+    ),
 )

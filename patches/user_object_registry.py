@@ -26,6 +26,7 @@ from torchcompat.errors import SourceDrift
 from torchcompat.install import CodeSlot, ModulePropertySlot, Slot
 from torchcompat.patch import Edit, Patch
 from torchcompat.rewrite import PLACEHOLDER, embed, functions_using, recompile, uses_global
+from torchcompat.sign import Sign
 from torchcompat.verdict import Finding
 
 _REGISTRY: Final = "torch._dynamo.graph_bytecode_inputs"
@@ -171,4 +172,8 @@ PATCH = Patch(
     edits=(_TablesPerThread(),),
     repro="repro/user_object_registry.py",
     links=("https://github.com/pytorch/pytorch/issues/168042",),
+    signs=(
+        Sign(text="Index not registered in index_to_user_object_weakref"),
+        Sign(text="AssertionError: User object is no longer alive"),
+    ),
 )

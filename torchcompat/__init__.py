@@ -24,6 +24,7 @@ from torchcompat.errors import (
 from torchcompat.patch import Code, Edit, Patch, Replace, Value, Wrap
 from torchcompat.report import Report
 from torchcompat.rewrite import ThreadLocal, ThreadLocals
+from torchcompat.sign import Hazard, Sign
 from torchcompat.target import MISSING
 from torchcompat.verdict import Finding, State, Verdict
 
@@ -34,6 +35,7 @@ __all__ = [
     "Edit",
     "Finding",
     "FirstOf",
+    "Hazard",
     "Patch",
     "PatchConflict",
     "PatchError",
@@ -41,6 +43,7 @@ __all__ = [
     "PluginError",
     "Replace",
     "Report",
+    "Sign",
     "SourceDrift",
     "State",
     "TargetNotFound",

@@ -1,4 +1,4 @@
-"""torchcompat status | plan | explain ID | repro ID [--unpatched] | prove [ID…]
+"""torchcompat status | plan | explain ID|LOG | repro ID [--unpatched] | prove [ID…]
 
 Exit status 0: clean. 1: a finding. 2: the command or a setting means nothing.
 """
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torchcompat
 from torchcompat.engine import ENGINE
-from torchcompat.errors import ConfigError
+from torchcompat.errors import ConfigError, PluginError
 from torchcompat.prove import BROKEN, Proof, fresh_plan, prove, prove_all
 from torchcompat.verdict import FINDINGS
 
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         return int(args.run(args))
-    except ConfigError as e:
+    except (ConfigError, PluginError) as e:
         print(f"torchcompat: {e}", file=sys.stderr)
         return 2
 
@@ -42,8 +42,10 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = commands.add_parser(name, help=text, parents=[common])
         command.set_defaults(run=_status if name == "status" else _plan)
-    command = commands.add_parser("explain", help="all about one patch", parents=[common])
-    command.add_argument("id")
+    command = commands.add_parser(
+        "explain", help="all about one patch, or what a log's failures are", parents=[common]
+    )
+    command.add_argument("what", nargs="?", metavar="ID|LOG", help="- is standard input")
     command.set_defaults(run=_explain)
     command = commands.add_parser(
         "repro", help="run a patch's proof without and with the patch", parents=[common]
@@ -73,9 +75,18 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    ENGINE.registered(args.id)  # an unknown id is told before torch is imported
-    verdict = fresh_plan()[args.id]
-    print(json.dumps(verdict.to_dict(), indent=2) if args.json else torchcompat.explain(args.id))
+    from torchcompat.logs import explain as logs  # of use here alone
+
+    what: str = args.what or ""
+    known = logs.hazards()  # an unknown id is told before torch is imported
+    if what not in known and logs.is_log(args.what):
+        return logs.explain_log(what or "-", args.json)
+    logs.check_argument(args.what, known)
+    if known[what].patch is None:
+        print(json.dumps(known[what].to_dict(), indent=2) if args.json else known[what])
+        return 0
+    verdict = fresh_plan()[what]
+    print(json.dumps(verdict.to_dict(), indent=2) if args.json else torchcompat.explain(what))
     return 1 if verdict.state in FINDINGS else 0
 
 

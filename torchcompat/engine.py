@@ -387,9 +387,13 @@ class Engine:
         with self._lock:
             return self._installed()
 
+    def catalog(self) -> Catalog:
+        """All patches that the settings allow. Raises `ConfigError`."""
+        return self._catalog(config.load())
+
     def registered(self, patch_id: str) -> Registered:
         """A patch and where it comes from. Raises `ConfigError` for an unknown id."""
-        catalog = self._catalog(config.load())
+        catalog = self.catalog()
         catalog.check_ids((patch_id,), "patch")
         if patch_id not in catalog.patches:
             raise ConfigError(f"the plugin of {patch_id!r} is not loaded")

@@ -15,6 +15,7 @@ from torchcompat import source
 from torchcompat.build import parse_bounds
 from torchcompat.errors import PatchError, SourceDrift, TargetNotFound
 from torchcompat.install import AttrSlot, CodeSlot, Slot, Stale, finish_wrapper, patch_being_built
+from torchcompat.sign import Sign, check_signs
 from torchcompat.target import MISSING, Target, own_attribute, unbind
 from torchcompat.verdict import Finding
 
@@ -178,7 +179,8 @@ class Patch:
     `affects` bounds the versions (see `build.parse_bounds`); they decide on releases and only
     narrow elsewhere. `recognise` probes the loaded modules for the fault itself, beyond what the
     edits look at. `repro` is a program inside the package that brings the patch: exit status 0 is
-    right, 1 faulty, 2 does not apply here. Raises `ValueError` where a field cannot be right.
+    right, 1 faulty, 2 does not apply here. `signs` say how the hazard shows in logs. Raises
+    `ValueError` where a field cannot be right.
     """
 
     id: str
@@ -193,6 +195,7 @@ class Patch:
     repro: str | None = None
     links: tuple[str, ...] = ()
     opt_in: bool = False
+    signs: tuple[Sign, ...] = ()
 
     def __post_init__(self) -> None:
         if not _ID.fullmatch(self.id):
@@ -206,6 +209,7 @@ class Patch:
         path = PurePosixPath(self.repro or "x.py")
         if path.is_absolute() or ".." in path.parts or path.suffix != ".py":
             raise ValueError(f"patch {self.id!r}: repro {self.repro!r} is no .py file of a package")
+        check_signs(f"patch {self.id!r}", self.signs)
 
     @property
     def modules(self) -> tuple[str, ...]:

@@ -1,0 +1,179 @@
+"""How hazards show that have no patch: what each is, the signs in a log, and what to do.
+
+A hazard that gets a patch takes its signs along into the patch's module.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from torchcompat.sign import Hazard, Sign
+
+_LIMIT: Final = (
+    r"torch\._dynamo hit config\.\w+ \(\d+\)(?!(?s:.)*external_utils\.py)(?s:.)*last reason:.*"
+)
+# What torch imports only when the compiler is first used.
+_LAZY: Final = r"torch\.(?:_dynamo|_inductor|_functorch|_export|fx|compiler)"
+
+HAZARDS: Final[tuple[Hazard, ...]] = (
+    Hazard(
+        id="import_race",
+        title="The compiler's modules must not be imported by two threads at once",
+        advice=(
+            "Call torchcompat.apply() and `import torch._dynamo, torch._inductor.compile_fx` in "
+            "the main thread before the first thread starts."
+        ),
+        signs=(
+            Sign(
+                text=rf"partially initialized module '{_LAZY}[\w.]*'",
+                in_thread=True,
+            ),
+            Sign(text=rf"partially initialized module '{_LAZY}[\w.]*'", sure=False),
+            Sign(text=rf"deadlock detected by _ModuleLock\('{_LAZY}[\w.]*'\)"),
+            Sign(
+                text=r"No module named 'torch\._C[\w.]*'; 'torch\._C' is not a package",
+                in_thread=True,
+                sure=False,  # a broken installation says the same
+            ),
+        ),
+    ),
+    Hazard(
+        id="recompile_limit",
+        title="A function met more different inputs than its recompile limit allows",
+        advice=(
+            "The log gives different inputs as the reason: mark the dimension dynamic, pad to few "
+            "sizes, or raise torch._dynamo.config.recompile_limit. If nine or more threads make "
+            "the function's first call together, duplicates may have used up the limit "
+            "(compile_single_flight)."
+        ),
+        signs=(
+            Sign(
+                text=_LIMIT
+                + r"(?:(?:size|stride|rank|dtype|requires_grad|dispatch key set) mismatch"
+                r"|expected \S+, actual \S+| == )",
+                kind="log",
+            ),
+            Sign(text="FailOnRecompileLimitHit: ", sure=False),
+        ),
+    ),
+    Hazard(
+        id="num_threads_guard",
+        title="Compiled code depends on the thread count of the thread that compiled it",
+        advice=(
+            "Call torch.set_num_threads() with one value, before the first compile, in all "
+            "threads that run compiled code, the ones that run backward() included."
+        ),
+        signs=(
+            Sign(text=_LIMIT + r"GLOBAL_STATE changed: .*num_threads", kind="log"),
+            Sign(
+                text="CheckpointError: torch.utils.checkpoint: A different number of tensors was "
+                "saved during the original forward and recomputation",
+                elsewhere="GLOBAL_STATE changed: num_threads",
+            ),
+            Sign(
+                text="CheckpointError: torch.utils.checkpoint: Recomputed values for the following "
+                "tensors have different metadata than during the forward pass",
+                elsewhere="GLOBAL_STATE changed: num_threads",
+            ),
+        ),
+    ),
+    Hazard(
+        id="checkpoint_rng",
+        title="A checkpoint's recomputation must run as its forward did",
+        advice=(
+            "With torch.compile in threads: forward and backward on threads with the same "
+            "torch.set_num_threads(), no compile of other threads that overlaps (patches "
+            "fx_patcher, recompile_budget), CPU random numbers from generators of their own. "
+            "Without threads it is the model: checkpoint(..., debug=True) shows the difference."
+        ),
+        signs=(
+            Sign(
+                text="CheckpointError: torch.utils.checkpoint: A different number of tensors was "
+                "saved during the original forward and recomputation",
+                elsewhere="torch/_dynamo/",
+                sure=False,
+            ),
+            Sign(
+                text="CheckpointError: torch.utils.checkpoint: Recomputed values for the following "
+                "tensors have different metadata than during the forward pass",
+                elsewhere="torch/_dynamo/",
+                sure=False,
+            ),
+        ),
+    ),
+    Hazard(
+        id="compiled_autograd",
+        title="Compiled autograd is for one thread of the process",
+        advice="Run backward() under compiled autograd in one thread only, or switch it off.",
+        signs=(
+            Sign(text=r"compiled_autograd\._enable\(\) requires no threads in backwards\(\)"),
+            Sign(
+                text="Nested Compiled Autograd Contexts must return before their parent context",
+                in_thread=True,
+            ),
+            Sign(
+                text="Trying to run compiled autograd within another compiled autograd call",
+                in_thread=True,
+                sure=False,  # a backward inside a backward of one thread says the same
+            ),
+        ),
+    ),
+    Hazard(
+        id="backward_context",
+        title="One backward() that reaches two compiled backwards at once",
+        advice="torch 2.14 has it fixed. Before: no graph breaks and one device in that backward.",
+        signs=(
+            Sign(
+                text=r"cannot enter context: <_contextvars\.Context object at 0x[0-9a-fA-F]+> is "
+                "already entered",
+                frames=(
+                    "torch/_functorch/_aot_autograd/*"
+                    ":backward|_compiled_backward|_double_backward|impl_fn",
+                ),
+            ),
+        ),
+    ),
+    Hazard(
+        id="metrics_context",
+        title="Dynamo's metrics of one compile mixed with those of another thread's",
+        advice="torch 2.11 has it fixed. Before: first forward and backward in one thread.",
+        signs=(
+            Sign(
+                text=r"Metric\(s\) \{.*\} have already been set in the current context",
+                frames=("torch/_dynamo/metrics_context.py:*",),
+            ),
+            Sign(
+                text=r"Metric '\w+' has already been set in the current context",
+                frames=("torch/_dynamo/metrics_context.py:*",),
+            ),
+            Sign(
+                text=r"Cannot (?:increment|set|update|add) \w+ outside of a MetricsContext",
+                raised_in="torch/_dynamo/metrics_context.py:*",
+            ),
+        ),
+    ),
+    Hazard(
+        id="dataparallel_replicas",
+        title="nn.DataParallel's replicas of a compiled module break the module",
+        advice="Use DistributedDataParallel, or replicate the module first and compile each.",
+        signs=(
+            Sign(
+                text="RecursionError: maximum recursion depth exceeded",
+                frames=("torch/nn/parallel/parallel_apply.py:_worker",),
+                elsewhere="torch/_dynamo/",
+            ),
+        ),
+    ),
+    Hazard(
+        id="cuda_build_without_gpu",
+        title="A CUDA build on a machine without a GPU, whose first compiling thread has ended",
+        advice="torch 2.12 has it fixed. Before: make the first compile in the main thread.",
+        signs=(
+            Sign(
+                text="^Fatal Python error: Segmentation fault",
+                kind="dump",
+                raised_in="torch/_subclasses/fake_tensor.py:__enter__",
+            ),
+        ),
+    ),
+)

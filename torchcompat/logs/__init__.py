@@ -1,0 +1,1 @@
+"""What a log says: `torchcompat explain LOG`."""
