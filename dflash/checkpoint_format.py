@@ -11,7 +11,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,7 +35,14 @@ from dflash.weights import (
 
 __all__ = ["CONFIG_NAME", "WEIGHTS_NAME", "Checkpoint", "FrozenWeights", "TargetShape"]
 __all__ += ["check_names", "check_target", "expected_tensors", "find_checkpoint", "load_drafter"]
-__all__ += ["own_mismatches", "read_checkpoint", "read_raw_config", "save_drafter"]
+__all__ += ["missing_own", "type_problem"]
+__all__ += [
+    "own_mismatches",
+    "read_checkpoint",
+    "read_raw_config",
+    "save_drafter",
+    "target_differences",
+]
 
 CONFIG_NAME = "config.json"
 _STEP = re.compile(r"step-(\d{6,})$")
@@ -172,14 +179,10 @@ def read_checkpoint(
     stored = {our_name(name, layout): tensor for name, tensor in weights.items()}
     own = {name: stored.pop(name) for name in OWN_TENSORS & set(stored)}
     problems = check_names({n: tuple(t.shape) for n, t in stored.items()}, wanted)
-    problems += [f"{n} has type {t.dtype}, quantised weights cannot be read"
-                 for n, t in stored.items() if not floating(t)]  # fmt: skip
-    if layout == "speculators":
-        tied = bool(raw.get("tie_word_embeddings"))
-        needed = [EMBED_NAME] if tied else [EMBED_NAME, HEAD_NAME]
-        problems += [f"{name} is missing" for name in needed if name not in own]
-        if tied and EMBED_NAME in own:
-            own.setdefault(HEAD_NAME, own[EMBED_NAME])
+    problems += [type_problem(n, t) for n, t in stored.items() if not floating(t)]
+    problems += [f"{name} is missing" for name in missing_own(raw, layout, own)]
+    if raw.get("tie_word_embeddings") and EMBED_NAME in own:
+        own.setdefault(HEAD_NAME, own[EMBED_NAME])
     if frozen is not None:
         problems += own_mismatches(own, frozen)
     if problems:
@@ -240,7 +243,11 @@ def expected_tensors(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
 def check_names(
     stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]
 ) -> list[str]:
-    """What is wrong with names and shapes, one sentence each; a likely renaming is said."""
+    """What is wrong with names and shapes, one sentence each; a likely renaming is said.
+
+    >>> check_names({"w": (2,), "x": (1,)}, {"v": (2,), "x": (3,)})
+    ['v is missing; was it renamed to w?', 'x has shape (1,), the config asks for (3,)']
+    """
     unknown = sorted(set(stored) - set(wanted))
     problems = []
     for name in sorted(set(wanted) - set(stored)):
@@ -258,6 +265,22 @@ def check_names(
         if stored.get(name, shape) != shape
     ]
     return problems
+
+
+def missing_own(raw: Mapping[str, Any], layout: Layout, own: Collection[str]) -> list[str]:
+    """Which of embedding and head the layout promises and the drafter lacks.
+
+    A head that is tied to the embedding need not be stored.
+    """
+    if layout != "speculators":
+        return []
+    needed = [EMBED_NAME] if raw.get("tie_word_embeddings") else [EMBED_NAME, HEAD_NAME]
+    return [name for name in needed if name not in own]
+
+
+def type_problem(name: str, tensor: Tensor) -> str:
+    """The sentence for a tensor that `weights.floating` refuses."""
+    return f"{name} has type {tensor.dtype}: quantised weights cannot be read"
 
 
 def own_mismatches(own: Mapping[str, Tensor], frozen: FrozenWeights) -> list[str]:

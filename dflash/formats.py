@@ -16,8 +16,8 @@ from typing import Any, Literal
 from dflash.drafter_config import DrafterConfig
 from dflash.errors import CheckpointError, ConfigError
 
-__all__ = ["EMBED_NAME", "HEAD_NAME", "OWN_TENSORS", "Layout", "export_config", "our_name"]
-__all__ += ["recognise", "speculators_config", "to_zlab"]
+__all__ = ["EMBED_NAME", "HEAD_NAME", "OWN_TENSORS", "ExportLayout", "Layout", "export_config"]
+__all__ += ["our_name", "recognise", "states_depth", "to_zlab"]
 
 Layout = Literal["zlab", "speculators", "torchspec"]
 ExportLayout = Literal["zlab", "speculators", "sglang"]
@@ -84,6 +84,15 @@ def our_name(name: str, layout: Layout) -> str:
     return _TORCHSPEC_NAMES.get(name, name) if layout == "torchspec" else name
 
 
+def states_depth(raw: Mapping[str, Any], layout: Layout) -> bool:
+    """Whether the file says how many layers the target has; speculators' and TorchSpec's own
+    writers do not."""
+    if layout == "torchspec":
+        return raw.get("target_num_hidden_layers") is not None
+    inner = raw.get("transformer_layer_config") if layout == "speculators" else None
+    return any((part or {}).get("num_target_layers") is not None for part in (raw, inner))
+
+
 def to_zlab(
     raw: Mapping[str, Any], layout: Layout, num_target_layers: int | None = None
 ) -> dict[str, Any]:
@@ -110,11 +119,11 @@ def export_config(
     if layout == "speculators":
         if verifier is None:
             raise ConfigError("speculators' layout names the target: give it")
-        return speculators_config(config, *verifier)
+        return _speculators_config(config, *verifier)
     return {key: value for key, value in config.to_zlab_dict().items() if key != "dtype"}
 
 
-def speculators_config(
+def _speculators_config(
     config: DrafterConfig, verifier: str, architectures: Sequence[str]
 ) -> dict[str, Any]:
     """Speculators' ``config.json``, without ``dtype``. Raises ConfigError, see export_config."""
