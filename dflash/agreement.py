@@ -79,7 +79,7 @@ class Agreement:
 
 @torch.no_grad()
 def measure_agreement(target: Target, drafter: Drafter, tokens: int) -> Agreement:
-    """Let the target answer a few questions with ``tokens`` tokens each, and draft all over them."""
+    """Let the target write ``tokens`` tokens after a few questions, and draft all over them."""
     ids = drafter.config.target_layer_ids
     offsets = [
         offset

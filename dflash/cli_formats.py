@@ -10,7 +10,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash.errors import ConfigError
+from dflash.errors import CheckpointError, ConfigError, TargetError
 
 if TYPE_CHECKING:
     from dflash.export import Exported
@@ -119,9 +119,9 @@ def _inspect(options: argparse.Namespace) -> int:
 
     if options.probe < 0:
         raise ConfigError(f"--probe is {options.probe}; it is a number of tokens, or 0 for none")
-    _directory(options.checkpoint)
+    place = _checkpoint(options.checkpoint)
     target = None if options.target is None else _target(options.target, "float32")
-    found = inspect_checkpoint(options.checkpoint, target, probe_tokens=options.probe)
+    found = inspect_checkpoint(place, target, probe_tokens=options.probe)
     if options.json:
         say(json.dumps(found.to_dict(), indent=2))
         return 1 if found.findings else 0
@@ -139,13 +139,12 @@ def _inspect(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> int:
     import torch
 
-    from dflash.checkpoint_format import find_checkpoint, read_checkpoint
+    from dflash.checkpoint_format import read_checkpoint
     from dflash.export import Verifier, check_out, export_drafter, with_masters
     from dflash.progress import say
 
     max_bytes = _bytes(options.max_shard_size)
-    _directory(options.source)
-    place = find_checkpoint(options.source)
+    place = _checkpoint(options.source)
     check_out(options.out, place, overwrite=options.overwrite)
     name = options.target
     if name is None and options.format == "speculators":
@@ -189,16 +188,23 @@ def _summary(written: Exported, block_size: int) -> str:
     )
 
 
-def _directory(path: Path) -> None:
+def _checkpoint(path: Path) -> Path:
     """Raise ConfigError if there is none: a wrong command line, not a damaged drafter."""
-    if not path.is_dir():
-        raise ConfigError(f"there is no directory {path}: name a drafter's, or a run's")
+    from dflash.checkpoint_format import find_checkpoint
+
+    try:
+        return find_checkpoint(path)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _target(name: str, dtype: str) -> Target:
     from dflash.target import load_target
 
-    return load_target(name, dtype, say=lambda text: print(text, file=sys.stderr))
+    try:
+        return load_target(name, dtype, say=lambda text: print(text, file=sys.stderr))
+    except TargetError as error:  # exit 2: exit 1 would say that the drafter is bad
+        raise ConfigError(f"--target: {error}") from error
 
 
 def _target_of_run(checkpoint: Path) -> str | None:

@@ -16,7 +16,7 @@ from dflash.geometry import target_layer_ids
 
 __all__ = ["Finding", "check_config", "check_layer_ids", "least_depth"]
 
-# Relatives of DFlash whose slot k predicts token a+k+1: entries, and parts of names, that show them.
+# What shows a relative of DFlash whose slot k predicts token a + k + 1.
 _SHIFTED_ENTRIES = ("sample_from_anchor", "shift_label", "shift_labels")
 _SHIFTED_NAMES = ("dspark", "domino", "deepspec")
 _SHIFTED_TENSORS = ("markov", "confidence", "gru")

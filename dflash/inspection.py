@@ -86,7 +86,7 @@ class Inspection:
 
     def rows(self) -> list[tuple[str, str]]:
         """For a table: what, and the facts."""
-        rows = [("format", self.layout or "unknown")]
+        rows: list[tuple[str, str]] = [("format", self.layout or "unknown")]
         if self.config is not None:
             rows += _shape_rows(self.config, self.depth_stated)
         types = ", ".join(f"{name} ({count} tensors)" for name, count in self.dtypes.items())
