@@ -69,7 +69,11 @@ def add_export(commands: Any) -> None:
         default="5GB",
         help="weights above this are split into several files: 500MB, 2GiB (default: 5GB)",
     )
-    add("--overwrite", action="store_true", help="replace the drafter that is at OUT")
+    add(
+        "--overwrite",
+        action="store_true",
+        help="replace the directory OUT, which must be a drafter's",
+    )
     add("--json", action="store_true", help="print what was written as JSON")
     parser.set_defaults(function=_export)
 
