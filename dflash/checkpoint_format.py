@@ -35,7 +35,7 @@ from dflash.weights import (
 
 __all__ = ["CONFIG_NAME", "WEIGHTS_NAME", "Checkpoint", "FrozenWeights", "TargetShape"]
 __all__ += ["check_names", "check_target", "expected_tensors", "find_checkpoint", "load_drafter"]
-__all__ += ["missing_own", "type_problem"]
+__all__ += ["missing_own", "type_problem", "with_tied_head"]
 __all__ += [
     "own_mismatches",
     "read_checkpoint",
@@ -181,8 +181,7 @@ def read_checkpoint(
     problems = check_names({n: tuple(t.shape) for n, t in stored.items()}, wanted)
     problems += [type_problem(n, t) for n, t in stored.items() if not floating(t)]
     problems += [f"{name} is missing" for name in missing_own(raw, layout, own)]
-    if raw.get("tie_word_embeddings") and EMBED_NAME in own:
-        own.setdefault(HEAD_NAME, own[EMBED_NAME])
+    own = with_tied_head(raw, own)
     if frozen is not None:
         problems += own_mismatches(own, frozen)
     if problems:
@@ -276,6 +275,13 @@ def missing_own(raw: Mapping[str, Any], layout: Layout, own: Collection[str]) ->
         return []
     needed = [EMBED_NAME] if raw.get("tie_word_embeddings") else [EMBED_NAME, HEAD_NAME]
     return [name for name in needed if name not in own]
+
+
+def with_tied_head(raw: Mapping[str, Any], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Embedding and head, the latter being the embedding where the config ties them."""
+    if raw.get("tie_word_embeddings") and EMBED_NAME in own:
+        return {HEAD_NAME: own[EMBED_NAME], **own}
+    return dict(own)
 
 
 def type_problem(name: str, tensor: Tensor) -> str:

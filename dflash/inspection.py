@@ -25,6 +25,7 @@ from dflash.checkpoint_format import (
     missing_own,
     read_raw_config,
     type_problem,
+    with_tied_head,
 )
 from dflash.config_checks import Finding
 from dflash.drafter_config import DrafterConfig
@@ -150,7 +151,7 @@ def inspect_checkpoint(
     _read_shape(found, raw, target)
     own = _check_tensors(found, raw, weights)
     if target is not None:
-        _check_target(found, target, own, probe_tokens)
+        _check_target(found, target, with_tied_head(raw, own), probe_tokens)
     return found
 
 

@@ -11,7 +11,6 @@ from format_files import (
     edit_tensors,
     fitting_config,
     fitting_drafter,
-    read_config,
     to_torchspec,
 )
 from model_dir import write_model
@@ -374,7 +373,7 @@ class TestCommand:
         assert cli.main(["inspect", str(place)]) == 0
         out = capsys.readouterr().out
         assert "nothing found (no --target to compare with)" in out
-        for text in ("zlab", "blocks" if False else "block size", "mask token", "theta 10000"):
+        for text in ("zlab", "block size", "mask token", "theta 10000"):
             assert text in out
         assert cli.main(["inspect", str(place), "--target", str(target_dir), "--probe", "4"]) == 0
         out = capsys.readouterr().out
@@ -427,6 +426,3 @@ class TestCommand:
         """An empty directory is a finding, not a crash."""
         assert cli.main(["inspect", str(tmp_path)]) == 1
         assert "config.json is missing" in capsys.readouterr().out
-
-    def test_read_config_helper_matches(self, make):
-        assert read_config(make())["block_size"] == 4
