@@ -119,7 +119,7 @@ def _prompt_ids(target: Target, text: str) -> list[int]:
 
 def _anchors(first: int, length: int, drafted: int) -> Tensor:
     """Positions int64 ``[1, N]`` in the answer with ``drafted`` tokens behind them, spread out."""
-    every = torch.arange(first, length - drafted)
+    every = torch.arange(first, max(first, length - drafted))
     if len(every) > _ANCHORS:
         every = every[torch.linspace(0, len(every) - 1, _ANCHORS).long()]
     return every.unsqueeze(0)
