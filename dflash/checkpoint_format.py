@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dflash.drafter import Backend, Drafter
 from dflash.drafter_config import DrafterConfig
+from dflash.entry_kinds import entry_problems
 from dflash.errors import CheckpointError, ConfigError
 from dflash.formats import EMBED_NAME, HEAD_NAME, OWN_TENSORS, Layout, our_name, recognise, to_zlab
 from dflash.weights import (
@@ -165,6 +166,8 @@ def read_checkpoint(
     place = find_checkpoint(directory)
     path = place / CONFIG_NAME
     raw = read_raw_config(path)
+    if bad := entry_problems(raw):
+        raise CheckpointError(f"{path}: {_few(bad)}")
     weights = StoredWeights.open(place)
     layout = recognise(raw, weights.files)
     try:

@@ -64,7 +64,7 @@ def recognise(raw: Mapping[str, Any], names: Collection[str]) -> Layout:
         return "speculators"
     if raw.get("model_type") == "dflash" or set(_TORCHSPEC_NAMES) <= set(names):
         return "torchspec"
-    architectures = raw.get("architectures") or []
+    architectures = str(raw.get("architectures"))  # a wrong file may hold anything there
     if (
         "dflash_config" in raw
         or "DFlashDraftModel" in architectures

@@ -29,6 +29,7 @@ from dflash.checkpoint_format import (
 )
 from dflash.config_checks import Finding
 from dflash.drafter_config import DrafterConfig
+from dflash.entry_kinds import entry_problems
 from dflash.errors import CheckpointError, ConfigError
 from dflash.formats import OWN_TENSORS, Layout, our_name, recognise, states_depth, to_zlab
 from dflash.target import Target
@@ -145,10 +146,13 @@ def inspect_checkpoint(
     except CheckpointError as error:
         found.add("format", str(error))
         return found
-    findings, notes = config_checks.check_config(raw, found.layout, weights.files, found.path)
-    found.findings += findings
-    found.notes += notes
-    _read_shape(found, raw, target)
+    if bad := entry_problems(raw):
+        found.add("config", *bad)
+    else:
+        findings, notes = config_checks.check_config(raw, found.layout, weights.files, found.path)
+        found.findings += findings
+        found.notes += notes
+        _read_shape(found, raw, target)
     own = _check_tensors(found, raw, weights)
     if target is not None:
         _check_target(found, target, with_tied_head(raw, own), probe_tokens)
@@ -164,7 +168,7 @@ def _read_shape(found: Inspection, raw: Mapping[str, Any], target: Target | None
         depth = config_checks.least_depth(raw, found.layout)
     try:
         found.config = DrafterConfig.from_zlab_dict(to_zlab(raw, found.layout, depth))
-    except (ConfigError, TypeError, ValueError) as error:
+    except ConfigError as error:
         # What the checks of single entries have said is not said twice.
         if not found.findings:
             found.add("config", str(error))
