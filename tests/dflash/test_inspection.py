@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
@@ -11,6 +12,7 @@ from format_files import (
     edit_tensors,
     fitting_config,
     fitting_drafter,
+    read_config,
     to_torchspec,
 )
 from model_dir import write_model
@@ -18,6 +20,7 @@ from model_dir import write_model
 from dflash import cli
 from dflash.checkpoint_format import read_checkpoint, save_drafter
 from dflash.config_checks import check_layer_ids
+from dflash.errors import CheckpointError
 from dflash.export import Verifier, export_drafter
 from dflash.inspection import inspect_checkpoint
 from dflash.target import load_target
@@ -426,3 +429,27 @@ class TestCommand:
         """An empty directory is a finding, not a crash."""
         assert cli.main(["inspect", str(tmp_path)]) == 1
         assert "config.json is missing" in capsys.readouterr().out
+
+
+def entries(raw, before=()):
+    for name, value in raw.items():
+        yield (*before, name)
+        if isinstance(value, dict):
+            yield from entries(value, (*before, name))
+
+
+@pytest.mark.parametrize("value", [None, "x", [1, "a"], {"a": 1}, -1, True])
+@pytest.mark.parametrize("layout", ["zlab", "speculators"])
+def test_no_value_of_any_entry_is_a_crash(make, layout, value):
+    """A file from elsewhere may hold anything: inspect says so, load refuses or reads it."""
+    place = make(layout)
+    sound = json.dumps(read_config(place))
+    for path in entries(json.loads(sound)):
+        raw = part = json.loads(sound)
+        for name in path[:-1]:
+            part = part[name]
+        part[path[-1]] = value
+        (place / "config.json").write_text(json.dumps(raw))
+        inspect_checkpoint(place)
+        with contextlib.suppress(CheckpointError):
+            read_checkpoint(place)
