@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dflash.chat import Example
-from dflash.checkpoint_format import load_drafter
+from dflash.checkpoint_format import load_drafter, read_checkpoint
 from dflash.config import Config
 from dflash.drafter import Backend, Drafter, DrafterConfig
 from dflash.errors import ConfigError
@@ -57,7 +57,7 @@ def drafter_shape(config: Config, target: Target, mask_token_id: int) -> Drafter
     heads and rope, the target's. Raises ConfigError or CheckpointError."""
     spec, settings = target.spec, config.drafter
     if starts_from_checkpoint(settings.init):
-        return load_drafter(Path(settings.init), target=spec)[1]
+        return read_checkpoint(settings.init, target=spec, frozen=target).config
     bos = getattr(target.tokenizer, "bos_token_id", None)
     return DrafterConfig(
         hidden_size=spec.hidden_size,
@@ -195,7 +195,7 @@ def _first_drafter(
     """The drafter before its first step, on the CPU in float32."""
     init = config.drafter.init
     if starts_from_checkpoint(init):
-        return load_drafter(Path(init), target=target.spec)[0]
+        return load_drafter(init, target=target.spec, frozen=target)[0]
     drafter = Drafter(shape)
     generator = torch.Generator().manual_seed(stable_seed(config.train.seed, "weights"))
     drafter.reset_parameters(generator)

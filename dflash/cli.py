@@ -1,4 +1,4 @@
-"""`python -m dflash train`: reads the command line, runs, and turns errors into exit codes.
+"""`python -m dflash COMMAND`: reads the command line, runs, and turns errors into exit codes.
 
 0 the run ended well; 1 it failed (one clear error, a failed thread's traceback before it); 2 the
 command line or a setting is wrong; 130 it was interrupted, 143 it was sent SIGTERM (a checkpoint is
@@ -16,11 +16,12 @@ import sys
 import textwrap
 import threading
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from dflash import __version__
+from dflash.cli_formats import add_export, add_inspect
 from dflash.config import PRESETS, Config, settings
 from dflash.errors import ConfigError, DFlashError
 from dflash.resolve import parse_assignments, read_file, resolve, resume, unknown_name
@@ -38,6 +39,7 @@ _SHORTHANDS = {
     "steps": "train.steps",
     "epochs": "train.epochs",
     "seed": "train.seed",
+    "init-from": "drafter.init",
     "targets": "placement.targets",
     "drafters": "placement.drafters",
 }
@@ -100,6 +102,13 @@ def _guarded(arguments: Sequence[str]) -> int:
 def _run(arguments: Sequence[str]) -> int:
     parser, train_parser = _parsers()
     options, unknown = parser.parse_known_args(arguments)
+    function: Callable[[argparse.Namespace], int] | None = getattr(options, "function", None)
+    if function is not None:
+        if unknown:
+            raise ConfigError(
+                f"unknown argument: {unknown[0]}; see dflash {options.command} --help"
+            )
+        return function(options)
     flags = [text for text in unknown if text.startswith("-")]
     if flags:
         known = [text for action in train_parser._actions for text in action.option_strings]
@@ -108,9 +117,9 @@ def _run(arguments: Sequence[str]) -> int:
         parser.print_help()
         return EXIT_USAGE
     overrides: dict[str, Any] = {
-        name: getattr(options, flag)
+        name: value
         for flag, name in _SHORTHANDS.items()
-        if getattr(options, flag) is not None
+        if (value := getattr(options, flag.replace("-", "_"))) is not None
     }
     overrides |= parse_assignments([*options.settings, *unknown])
     return _train(options, overrides)
@@ -164,6 +173,7 @@ def _parsers() -> tuple[_Parser, _Parser]:
               dflash train --targets cuda:0 --drafters cuda:1,cuda:2
               dflash train --preset paper --target DIR optim.lr=3e-4 train.epochs=2
               dflash train --resume runs/20261201-120000-smollm2
+              dflash train --init-from DRAFTER --target DIR --data chats.jsonl optim.lr=6e-5
 
             A line of the JSONL file is {"messages": [{"role": "user", "content": "..."}, ...]}
             or {"prompt": "..."} or {"prompt": "...", "response": "..."}; the target writes the
@@ -179,8 +189,10 @@ def _parsers() -> tuple[_Parser, _Parser]:
     add("--resume", type=Path, metavar="DIR", help="go on with an interrupted run")
     known = settings()
     for flag, name in _SHORTHANDS.items():
-        add(f"--{flag}", metavar=flag.upper(), help=f"{known[name][2]} ({name})")
+        add(f"--{flag}", metavar=flag.upper().replace("-", "_"), help=f"{known[name][2]} ({name})")
     add("--show-config", action="store_true", help="print the resolved settings and stop")
+    add_export(commands)
+    add_inspect(commands)
     return parser, train
 
 

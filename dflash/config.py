@@ -55,7 +55,8 @@ class DrafterSettings:
     taps: int = _setting(0, "target layers whose hidden states it reads; 0 = as many as layers")
     block_size: int = _setting(16, "tokens of a block, the anchor included")
     init: str = _setting(
-        "random", "random, target (its first and last layers), or a drafter's directory"
+        "random",
+        "random, target (its first and last layers), or the directory of a drafter or a run",
     )
     mask_token_id: int = _setting(-1, "token that stands for 'to be drafted'; -1 = choose")
 

@@ -67,8 +67,10 @@ class DrafterConfig:
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
                 f"num_key_value_heads ({self.num_key_value_heads})"
             )
-        if self.block_size < 2:
+        if not isinstance(self.block_size, int) or self.block_size < 2:
             raise ConfigError(f"block_size is {self.block_size}; it must be at least 2")
+        if not isinstance(self.mask_token_id, int):
+            raise ConfigError(f"mask_token_id is {self.mask_token_id}; it must be a token's number")
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ConfigError(
                 f"mask_token_id {self.mask_token_id} is not a row of the target's embedding "

@@ -25,6 +25,7 @@ from dflash.errors import CheckpointError
 from dflash.run_dir import RunDir, read_json, write_json
 
 if TYPE_CHECKING:
+    from dflash.flat import FlatParameters
     from dflash.replica import Replica
 
 _TENSORS = "train_state.safetensors"
@@ -69,6 +70,14 @@ def load_checkpoint(path: Path, replica: Replica, *, schedule: str) -> None:
                 f"{path} was written with other {meaning}: {name} {facts.get(name)}, here {mine}"
             )
     replica.load(tensors, completed=int(facts["step"]))
+
+
+def read_masters(path: Path, flat: FlatParameters) -> None:
+    """Put a checkpoint's float32 weights into a drafter's flat vector. Raises CheckpointError."""
+    values_P = _read(path).get("weights")
+    if values_P is None or values_P.shape != flat.values_P.shape:
+        raise CheckpointError(f"{path} holds no weights for a drafter of this shape")
+    flat.values_P.copy_(values_P)
 
 
 def _read(path: Path) -> dict[str, Tensor]:

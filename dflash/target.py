@@ -113,6 +113,12 @@ class Target:
         return self._head.weight
 
     @property
+    def architectures(self) -> tuple[str, ...]:
+        """The model's classes as its config names them, for servers that look them up."""
+        named = getattr(self._model.config, "architectures", None)
+        return tuple(named or (type(self._model).__name__,))
+
+    @property
     def decoder(self) -> Any:
         """transformers' stack of decoder layers (``layers``, ``norm``), for reading weights."""
         return self._decoder

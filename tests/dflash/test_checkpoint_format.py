@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dflash import checkpoint_format
+from dflash import checkpoint_format, weights
 from dflash.checkpoint_format import check_target, load_drafter, save_drafter
 from dflash.errors import CheckpointError
 
@@ -72,7 +72,7 @@ def test_a_failed_write_leaves_what_was_there(saved, make_drafter, monkeypatch, 
         path.write_bytes(b"half")
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(checkpoint_format, "save_file", half)
+    monkeypatch.setattr(weights, "save_file", half)
     with pytest.raises(CheckpointError, match="cannot be written"):
         save_drafter(make_drafter(seed=9), where)
     monkeypatch.undo()
@@ -84,7 +84,8 @@ def test_a_failed_write_leaves_what_was_there(saved, make_drafter, monkeypatch, 
 
 def test_every_file_is_flushed_before_it_is_renamed(tmp_path, make_drafter, monkeypatch):
     events = []
-    monkeypatch.setattr(checkpoint_format, "_flush", lambda p: events.append(("flush", p.name)))
+    for module in (checkpoint_format, weights):
+        monkeypatch.setattr(module, "flush", lambda p: events.append(("flush", p.name)))
     plain = type(tmp_path).replace
 
     def replace(path, target):
@@ -121,7 +122,7 @@ def rewrite(place, change):
         (lambda p: (p / "model.safetensors").write_bytes(b"12"), "safetensors cannot be read"),
         (
             lambda p: rewrite(p, lambda t: t.update({"context_proj.weight": t.pop("fc.weight")})),
-            "missing fc.weight, unknown context_proj.weight",
+            r"fc.weight is missing; was it renamed to context_proj.weight\?",
         ),
         (
             lambda p: rewrite(p, lambda t: t.update({"fc.weight": t["fc.weight"][:, :16].clone()})),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 import pytest
 import torch
 from model_dir import write_chats, write_model
+from safetensors.torch import load_file, save_file
 
 from dflash import cli, placement
 from dflash import evaluate as evaluate_module
@@ -225,6 +227,35 @@ def test_a_trained_drafter_is_a_start(inputs, whole, tmp_path, capsys):
     assert metrics(tmp_path / "run")[0]["loss"] < metrics(whole)[0]["loss"]
 
 
+@pytest.mark.parametrize("layout", ["zlab", "speculators"])
+def test_what_a_run_exports_is_sound_and_a_start(inputs, whole, tmp_path, layout, capsys):
+    """A run knows its target and its float32 weights, so neither has to be named."""
+    out, run = tmp_path / "out", tmp_path / "run"
+    argv = ["export", str(whole), str(out), "--format", layout, "--dtype", "float32"]
+    assert cli.main(argv) == 0
+    masters = load_file(whole / "checkpoints" / "step-000006" / "train_state.safetensors")
+    rounded = load_drafter(whole)[0].fc.weight
+    exported = load_drafter(out)[0].fc.weight
+    assert not torch.equal(exported, rounded)
+    assert torch.equal(exported.bfloat16(), rounded.bfloat16())
+    assert torch.isin(exported, masters["weights"]).all()
+    check = ["inspect", str(out), "--target", str(inputs / "model"), "--probe", "4"]
+    assert cli.main(check) == 0, capsys.readouterr().out
+    assert cli.main(arguments(inputs, run, "--init-from", str(out), "train.steps=1")) == 0
+    assert metrics(run)[0]["loss"] < metrics(whole)[0]["loss"]
+
+
+def test_masters_of_another_drafter_are_refused(whole, tmp_path, capsys):
+    place = tmp_path / "checkpoint"
+    shutil.copytree(whole / "checkpoints" / "step-000006", place)
+    facts = json.loads((place / "train_state.json").read_text())
+    (place / "train_state.json").write_text(json.dumps(facts | {"layout": "0"}))
+    argv = ["export", str(place), str(tmp_path / "out")]
+    assert cli.main([*argv, "--dtype", "float32"]) == 1
+    assert "belongs to a drafter of another shape" in capsys.readouterr().err
+    assert cli.main(argv) == 0
+
+
 class TestBadInput:
     def error(self, capsys, run, argv):
         code = cli.main(argv)
@@ -272,6 +303,16 @@ class TestBadInput:
         assert code == 1
         assert "was trained for another target" in err
         assert "hidden size 16, not 32" in err
+
+    def test_a_drafter_with_another_embedding(self, inputs, whole, tmp_path, capsys):
+        run, out = tmp_path / "run", tmp_path / "out"
+        assert cli.main(["export", str(whole), str(out), "--format", "speculators"]) == 0
+        weights = load_file(out / "model.safetensors")
+        weights["embed_tokens.weight"] = weights["embed_tokens.weight"] + 1
+        save_file(weights, out / "model.safetensors")
+        code, err = self.error(capsys, run, arguments(inputs, run, "--init-from", str(out)))
+        assert code == 1
+        assert "embed_tokens.weight differs from the target's in 47 of 47 rows" in err
 
     def test_init_that_is_nothing(self, inputs, tmp_path, capsys):
         run = tmp_path / "run"
