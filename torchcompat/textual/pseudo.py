@@ -110,10 +110,7 @@ class World:
         while value is not None and path:
             step = path.pop(0)
             found = self._step(value, step)
-            if found is None:
-                value = None
-            else:
-                value = found[0]
+            value = None if found is None else found[0]
         return self.opaque(str(reference)) if value is None else value
 
     def _step(self, value: Any, name: str) -> tuple[Any] | None:

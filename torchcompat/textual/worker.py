@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -70,11 +71,11 @@ class Judging:
     def verdicts(self) -> list[Verdict]:
         standing: dict[str, State] = {}
         verdicts = []
+        self._read_modules()
         for registered in self.catalog.patches.values():
             patch = registered.patch
             disabled = disabled_by(patch, self.settings, named=False)
             self.world.taken_on_trust.clear()
-            self._read_modules(patch)
             verdict = judge(
                 _over_text(patch, self.build), self.build, standing, self.is_ready, disabled
             )
@@ -88,15 +89,14 @@ class Judging:
             )
         return [*verdicts, *self.catalog.broken]
 
-    def _read_modules(self, patch: Patch) -> None:
-        """So that the modules in C that they use are known by name."""
-        for name in patch.modules:
-            module = self.world.module(name)
-            if module is not None:
-                try:
-                    names_of(module)
-                except SourceDrift:
-                    continue  # the patch will find the same
+    def _read_modules(self) -> None:
+        """So that the modules in C that they use are in `sys.modules` before a patch asks."""
+        for registered in self.catalog.patches.values():
+            for name in registered.patch.modules:
+                module = self.world.module(name)
+                if module is not None:
+                    with suppress(SourceDrift):  # the patch will find the same
+                        names_of(module)
 
     def _trust(self, patch: Patch, verdict: Verdict) -> list[str]:
         absent = [n for n in patch.modules if not self.tree.modules(n.partition(".")[0])]
