@@ -63,9 +63,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_textual(commands: Any, common: argparse.ArgumentParser) -> None:
-    from torchcompat.textual import check
+    from torchcompat.textual import check, where
 
-    for module in (check,):
+    for module in (check, where):
         module.add_parser(commands, common)
 
 

@@ -195,9 +195,9 @@ class PseudoModule(ModuleType):
         own["__loader__"] = self  # tells `inspect` that the lines may be in linecache alone
         own["world"], own["file"], own["names"] = world, file, None
         if file is not None:
-            own["__file__"] = f"{world.tree.label}/{file}"
+            own["__file__"] = f"{world.tree.shown_root}/{file}"
         if is_package:
-            own["__path__"] = [f"{world.tree.label}/{name.replace('.', '/')}"]
+            own["__path__"] = [f"{world.tree.shown_root}/{name.replace('.', '/')}"]
 
     def __getattribute__(self, name: str) -> Any:
         # Never ModuleType's own: that would call a `__getattr__` that the text defines.

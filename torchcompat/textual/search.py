@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
-
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from torchcompat.errors import SourceDrift
 from torchcompat.textual.bindings import Import, imports
 from torchcompat.textual.tree import Tree
 
-Kind = Literal["function", "class", "variable", "import", "message"]
+Kind = Literal["function", "class", "variable", "import", "message", "module"]
 Use = Literal["reads", "writes"]
 
 #: Where the compiler stack lives; looked through first, and alone if that is enough.
@@ -95,9 +96,11 @@ class Files:
                 self._parsed[file] = None
         return self._parsed[file]
 
-    def with_word(self, files: dict[str, str], word: str) -> Iterator[Source]:
+    def matching(self, files: dict[str, str], *patterns: str) -> Iterator[Source]:
+        """The files in which all patterns are found: parsing is what takes time."""
+        wanted = [re.compile(pattern.encode(), re.MULTILINE) for pattern in patterns]
         for file, module in files.items():
-            if word.encode() in self.raw(file):
+            if all(pattern.search(self.raw(file)) for pattern in wanted):
                 source = self.source(file, module)
                 if source is not None:
                     yield source
@@ -152,11 +155,13 @@ def find_definitions(files: Files, module: str | None, name: str) -> list[Hit]:
     followed to where it is from; what leads out of the text ends at the import."""
     if module is not None:
         return _find_in(files, module, name, set())
-    word = name.rpartition(".")[2]
+    *outer, last = name.split(".")
+    patterns = [rf"\b(?:class|def)\s+{part}\b" for part in outer]
+    patterns.append(rf"\b(?:class|def)\s+{last}\b|^[^=#\n]*\b{last}\b[^=\n]*=(?!=)")
     for group in (files.likely, files.others):
         hits = [
             hit
-            for source in files.with_word(group, word)
+            for source in files.matching(group, *patterns)
             for hit in definitions(source)
             if hit.name == name or hit.name.endswith(f".{name}")
         ]
@@ -230,12 +235,14 @@ def uses(files: Files, module: str, name: str) -> dict[Use, list[str]]:
     own = files.tree.file_of(module)
     if own is not None:
         group[own] = module
-    for source in files.with_word(group, name):
+    for source in files.matching(group, rf"\b{name}\b"):
         names = _names_for(source, module, name)
         if source.module != module and not names:
             continue
-        for scope, body in _scopes(source.node, ""):
-            for use, line in _uses_in(body, name, source.module == module, names):
+        for scope, node, body in _scopes(source.node, ""):
+            is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+            own_name = source.module == module and not (is_function and _is_shadowed(body, name))
+            for use, line in _uses_in(body, name, own_name, names):
                 where = f"{source.module}:{scope}" if scope else source.module
                 found[use].append(f"{where} ({source.file}:{line})")
     return {use: list(dict.fromkeys(places)) for use, places in found.items()}
@@ -255,8 +262,9 @@ def _names_for(source: Source, module: str, name: str) -> frozenset[str]:
     return frozenset(found)
 
 
-def _scopes(node: Any, outer: str) -> Iterator[tuple[str, list[ast.AST]]]:
-    """(name, everything in it but not in scopes inside it) of the module and all functions."""
+def _scopes(node: ast.AST, outer: str) -> Iterator[tuple[str, ast.AST, list[ast.AST]]]:
+    """(name, node, everything in it but not in scopes inside it) of the module, and of all classes
+    and functions in it."""
     own: list[ast.AST] = []
     inner: list[_Scope] = []
     todo = list(ast.iter_child_nodes(node))
@@ -268,28 +276,33 @@ def _scopes(node: Any, outer: str) -> Iterator[tuple[str, list[ast.AST]]]:
             continue
         own.append(part)
         todo += ast.iter_child_nodes(part)
-    yield outer, sorted(own, key=lambda n: getattr(n, "lineno", 0))
+    yield outer, node, sorted(own, key=lambda n: getattr(n, "lineno", 0))
     for scope in sorted(inner, key=lambda n: n.lineno):
         yield from _scopes(scope, f"{outer}.{scope.name}".strip("."))
 
 
-def _uses_in(
-    body: list[ast.AST], name: str, is_own: bool, names: frozenset[str]
-) -> Iterator[tuple[Use, int]]:
-    is_global = any(isinstance(n, ast.Global) and name in n.names for n in body)
-    stored = any(
-        isinstance(n, ast.Name) and n.id == name and not isinstance(n.ctx, ast.Load) for n in body
+def _is_shadowed(body: list[ast.AST], name: str) -> bool:
+    """Whether a name in a function's body is the function's own."""
+    if any(isinstance(n, ast.Global) and name in n.names for n in body):
+        return False
+    return any(
+        (isinstance(n, ast.arg) and n.arg == name)
+        or (isinstance(n, ast.Name) and n.id == name and not isinstance(n.ctx, ast.Load))
+        for n in body
     )
-    is_parameter = any(isinstance(n, ast.arg) and n.arg == name for n in body)
-    is_module = not any(isinstance(n, (ast.arg, ast.arguments)) for n in body)
-    local = is_parameter or (stored and not is_global and not is_module)
+
+
+def _uses_in(
+    body: list[ast.AST], name: str, own_name: bool, names: frozenset[str]
+) -> Iterator[tuple[Use, int]]:
     for node in body:
         if isinstance(node, ast.Attribute) and node.attr == name:
             if ast.unparse(node.value) in names:
                 yield _use(node.ctx), node.lineno
-        elif isinstance(node, ast.Name):
-            if (is_own and node.id == name and not local) or f":{node.id}" in names:
-                yield _use(node.ctx), node.lineno
+        elif isinstance(node, ast.Name) and (
+            (own_name and node.id == name) or f":{node.id}" in names
+        ):
+            yield _use(node.ctx), node.lineno
 
 
 def _use(context: ast.expr_context) -> Use:
@@ -302,23 +315,30 @@ def _use(context: ast.expr_context) -> Use:
 def find_messages(files: Files, wanted: str) -> list[Hit]:
     """String literals with the wanted text, or of which the wanted text is an instance."""
     wanted = " ".join(wanted.split())
+    # The words one after the other, over the quotes and prefixes between parts of a literal.
+    between = rb"""(?:\W|\b[rfbuRFBU]{1,2}(?=["']))+"""
+    words = between.join(re.escape(word.encode()) for word in re.findall(r"\w+", wanted))
     for group in (files.likely, files.others):
-        hits = []
-        for source in _with_most_words(files, group, wanted):
-            for template, node, scope in _strings(source):
-                if matches(template, wanted):
-                    last = node.end_lineno or node.lineno
-                    hits.append(Hit(source, scope, "message", node.lineno, last))
+        hits = _messages_in(files.matching(group, words.decode()), wanted) if words else []
         if hits:
             return hits
-    return []
+    return _messages_in(_closest(files, wanted, 25), wanted)
+
+
+def _messages_in(sources: Iterable[Source], wanted: str) -> list[Hit]:
+    return [
+        Hit(source, scope, "message", node.lineno, node.end_lineno or node.lineno)
+        for source in sources
+        for template, node, scope in _strings(source)
+        if matches(template, wanted)
+    ]
 
 
 def nearest_messages(files: Files, wanted: str) -> list[str]:
     """Up to three literals that share most words with the wanted text."""
     words = set(_WORD.findall(wanted))
     scored: dict[str, int] = {}
-    for source in _with_most_words(files, files.likely, wanted):
+    for source in _closest(files, wanted, 8):
         for template, _, _ in _strings(source):
             shared = len(words & set(_WORD.findall(template)))
             if shared >= 2 and len(template) < 500:
@@ -326,15 +346,19 @@ def nearest_messages(files: Files, wanted: str) -> list[str]:
     return sorted(scored, key=lambda text: (-scored[text], len(text)))[:3]
 
 
-def _with_most_words(files: Files, group: dict[str, str], wanted: str) -> Iterator[Source]:
-    """Files with at least half of the longest words: some may be values, not the message's own."""
-    words = sorted(set(_WORD.findall(wanted)), key=len, reverse=True)[:6]
-    for file, module in group.items():
-        raw = files.raw(file)
-        if words and 2 * sum(w.encode() in raw for w in words) >= len(words):
-            source = files.source(file, module)
-            if source is not None:
-                yield source
+def _closest(files: Files, wanted: str, count: int) -> Iterator[Source]:
+    """The likely files that share most words with the text, rare words counting more: some of the
+    text's words may be values, not the message's own."""
+    words = [word.encode() for word in set(_WORD.findall(wanted))]
+    having = {word: [f for f in files.likely if word in files.raw(f)] for word in words}
+    scores: defaultdict[str, float] = defaultdict(float)
+    for found in having.values():
+        for file in found:
+            scores[file] += math.log(len(files.likely) / len(found))
+    for file in sorted(scores, key=lambda f: -scores[f])[:count]:
+        source = files.source(file, files.likely[file])
+        if source is not None:
+            yield source
 
 
 def matches(template: str, wanted: str) -> bool:
@@ -357,7 +381,7 @@ def matches(template: str, wanted: str) -> bool:
 
 def _strings(source: Source) -> Iterator[tuple[str, ast.expr, str]]:
     """(text with \\0 for each value, node, scope) of every string but documentation."""
-    for scope, body in _scopes(source.node, ""):
+    for scope, _, body in _scopes(source.node, ""):
         inside: set[int] = set()
         for node in sorted(body, key=lambda n: -_size(n)):
             if isinstance(node, ast.Expr):

@@ -35,6 +35,8 @@ class Tree(ABC):
 
     def __init__(self, label: str) -> None:
         self.label = label
+        #: What a file's path is shown under.
+        self.shown_root = label
         self._left = MAX_TOTAL
         self._files: dict[str, dict[str, str]] = {}
 
@@ -118,6 +120,7 @@ class Folder(Tree):
         if root is None:
             raise ConfigError(f"{label}: no torch/__init__.py in this folder")
         self.root = root
+        self.shown_root = str(root)
 
     def _list(self, package: str) -> Iterator[str]:
         top = self.root / package
