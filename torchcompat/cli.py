@@ -63,9 +63,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_textual(commands: Any, common: argparse.ArgumentParser) -> None:
-    from torchcompat.textual import check, where
+    from torchcompat.textual import check, lock, where
 
-    for module in (check, where):
+    for module in (check, where, lock):
         module.add_parser(commands, common)
 
 

@@ -108,10 +108,6 @@ class Fingerprints:
         }
 
 
-def digest_of_file(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:32]
-
-
 def _text_of_variable(target: Target) -> str | None:
     """The statements that bind a module's name."""
     module = sys.modules.get(target.module)

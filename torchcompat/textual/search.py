@@ -96,11 +96,12 @@ class Files:
                 self._parsed[file] = None
         return self._parsed[file]
 
-    def matching(self, files: dict[str, str], *patterns: str) -> Iterator[Source]:
-        """The files in which all patterns are found: parsing is what takes time."""
+    def matching(self, files: dict[str, str], word: str, *patterns: str) -> Iterator[Source]:
+        """The files with the word and all patterns: parsing is what takes time."""
         wanted = [re.compile(pattern.encode(), re.MULTILINE) for pattern in patterns]
         for file, module in files.items():
-            if all(pattern.search(self.raw(file)) for pattern in wanted):
+            raw = self.raw(file)
+            if word.encode() in raw and all(pattern.search(raw) for pattern in wanted):
                 source = self.source(file, module)
                 if source is not None:
                     yield source
@@ -161,7 +162,7 @@ def find_definitions(files: Files, module: str | None, name: str) -> list[Hit]:
     for group in (files.likely, files.others):
         hits = [
             hit
-            for source in files.matching(group, *patterns)
+            for source in files.matching(group, last, *patterns)
             for hit in definitions(source)
             if hit.name == name or hit.name.endswith(f".{name}")
         ]
@@ -225,17 +226,17 @@ def imported(source: Source) -> Iterator[tuple[ast.stmt, Import]]:
 
 
 def uses(files: Files, module: str, name: str) -> dict[Use, list[str]]:
-    """Who reads and who writes the variable: "module:function (file:line)" each.
+    """Who reads and who writes the variable: "module:function (file:line,line)" each.
 
     In the module itself, and elsewhere in the likely packages as an attribute of any name that
     leads to the module, or imported by name.
     """
-    found: dict[Use, list[str]] = {"reads": [], "writes": []}
+    found: dict[Use, dict[str, list[str]]] = {"reads": {}, "writes": {}}
     group = dict(files.likely)
     own = files.tree.file_of(module)
     if own is not None:
         group[own] = module
-    for source in files.matching(group, rf"\b{name}\b"):
+    for source in files.matching(group, name):
         names = _names_for(source, module, name)
         if source.module != module and not names:
             continue
@@ -244,8 +245,12 @@ def uses(files: Files, module: str, name: str) -> dict[Use, list[str]]:
             own_name = source.module == module and not (is_function and _is_shadowed(body, name))
             for use, line in _uses_in(body, name, own_name, names):
                 where = f"{source.module}:{scope}" if scope else source.module
-                found[use].append(f"{where} ({source.file}:{line})")
-    return {use: list(dict.fromkeys(places)) for use, places in found.items()}
+                lines = found[use].setdefault(f"{where} ({source.file}", [])
+                lines += [str(line)] if str(line) not in lines else []
+    return {
+        use: [f"{where}:{','.join(lines)})" for where, lines in places.items()]
+        for use, places in found.items()
+    }
 
 
 def _names_for(source: Source, module: str, name: str) -> frozenset[str]:
@@ -316,13 +321,16 @@ def find_messages(files: Files, wanted: str) -> list[Hit]:
     """String literals with the wanted text, or of which the wanted text is an instance."""
     wanted = " ".join(wanted.split())
     # The words one after the other, over the quotes and prefixes between parts of a literal.
-    between = rb"""(?:\W|\b[rfbuRFBU]{1,2}(?=["']))+"""
-    words = between.join(re.escape(word.encode()) for word in re.findall(r"\w+", wanted))
+    between = r"""(?:\W|\b[rfbuRFBU]{1,2}(?=["']))+"""
+    words = re.findall(r"\w+", wanted)
+    if not words:
+        return []
+    pattern = between.join(map(re.escape, words))
     for group in (files.likely, files.others):
-        hits = _messages_in(files.matching(group, words.decode()), wanted) if words else []
+        hits = _messages_in(files.matching(group, max(words, key=len), pattern), wanted)
         if hits:
             return hits
-    return _messages_in(_closest(files, wanted, 25), wanted)
+    return _messages_in(_closest(files, wanted, 12), wanted)
 
 
 def _messages_in(sources: Iterable[Source], wanted: str) -> list[Hit]:
@@ -394,10 +402,9 @@ def _strings(source: Source) -> Iterator[tuple[str, ast.expr, str]]:
 
 
 def _size(node: ast.AST) -> int:
-    if not hasattr(node, "end_lineno"):
+    if not isinstance(node, (ast.expr, ast.stmt)) or node.end_lineno is None:
         return 0
-    lines = (node.end_lineno or 0) - node.lineno  # type: ignore[attr-defined]
-    return lines * 10_000 + (node.end_col_offset or 0) - node.col_offset  # type: ignore[attr-defined]
+    return (node.end_lineno - node.lineno) * 10_000 + (node.end_col_offset or 0) - node.col_offset
 
 
 def _template(node: ast.expr) -> str | None:

@@ -7,6 +7,7 @@ names said twice) is refused with a `ConfigError` that names the archive and the
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import stat
@@ -37,6 +38,8 @@ class Tree(ABC):
         self.label = label
         #: What a file's path is shown under.
         self.shown_root = label
+        #: Of the source files read so far.
+        self.digests: dict[str, str] = {}
         self._left = MAX_TOTAL
         self._files: dict[str, dict[str, str]] = {}
 
@@ -72,6 +75,7 @@ class Tree(ABC):
         """A source file as Python would decode it; "" without it. Raises `SourceDrift` where it
         cannot be decoded, `ConfigError` for one past the bounds."""
         content = self.bytes_of(path)
+        self.digests[path] = digest(content or b"")
         try:
             return "" if content is None else importlib.util.decode_source(content)
         except (SyntaxError, UnicodeDecodeError, LookupError) as e:
@@ -96,6 +100,11 @@ class Tree(ABC):
             if name.lower() == "version":
                 return value.strip()
         return None
+
+
+def digest(content: bytes) -> str:
+    """First 32 hex digits of the SHA-256 of a file."""
+    return hashlib.sha256(content).hexdigest()[:32]
 
 
 def open_tree(target: str) -> Tree:
@@ -126,9 +135,10 @@ class Folder(Tree):
         top = self.root / package
         if not top.is_dir():
             return
+        cut = len(str(self.root)) + 1
         for folder, _, names in os.walk(top):
-            start = PurePosixPath(Path(folder).relative_to(self.root).as_posix())
-            yield from (str(start / name) for name in names if name.endswith(".py"))
+            start = folder[cut:].replace(os.sep, "/")
+            yield from (f"{start}/{name}" for name in names if name.endswith(".py"))
 
     def _read(self, path: str) -> bytes | None:
         file = self.root / path

@@ -11,12 +11,11 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 from torchcompat import config, plugins
-from torchcompat.build import find_build
-from torchcompat.errors import ConfigError, nearest
+from torchcompat.errors import nearest
+from torchcompat.textual.lock import installed
 from torchcompat.textual.search import (
     Files,
     Hit,
@@ -26,7 +25,7 @@ from torchcompat.textual.search import (
     nearest_messages,
     uses,
 )
-from torchcompat.textual.tree import Tree, open_tree
+from torchcompat.textual.tree import open_tree
 
 _SYMBOL: Final = re.compile(r"(?:([\w.]+):)?([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)")
 _DEFINED: Final = re.compile(
@@ -55,7 +54,7 @@ class Found:
             "last_line": hit.last,
             "first_shown": lines[0][0] if lines else hit.first,
             "source": [text for _, text in lines],
-            **self.uses,
+            **{str(use): places for use, places in self.uses.items()},
         }
 
     def lines(self, root: str, context: int, with_source: bool) -> Iterator[str]:
@@ -70,17 +69,8 @@ class Found:
             yield f"  {use}: {', '.join(places) if places else 'nobody'}"
 
 
-def installed_tree() -> Tree:
-    """The torch that an import would find. Raises `ConfigError` without one."""
-    build = find_build()
-    if build is None or build.path is None:
-        raise ConfigError("torch is not installed; name a wheel or a folder to look into")
-    return open_tree(str(Path(build.path).parent))
-
-
-def find(tree: Tree, name: str) -> list[Found]:
+def find(files: Files, name: str) -> list[Found]:
     """The places that `name` stands for: a patch's, a symbol's, or those of a message."""
-    files = Files(tree)
     catalog = plugins.load(config.load())
     registered = catalog.patches.get(name)
     if registered is not None:
@@ -129,29 +119,30 @@ def _uses(files: Files, hit: Hit) -> dict[Use, list[str]]:
     return uses(files, hit.source.module, hit.name) if is_flag else {}
 
 
-def _suggestion(tree: Tree, name: str) -> str:
+def _suggestion(files: Files, name: str) -> str:
     """The closing words of "not found"."""
-    files = Files(tree)
     if _SYMBOL.fullmatch(name) is None:
         close = nearest_messages(files, name)
         return f"nearest: {'; '.join(map(repr, close))}" if close else "no message is like it"
     module, _, path = name.rpartition(":")
-    own = tree.file_of(module)
+    own = files.tree.file_of(module)
     known: set[str] = set(plugins.load(config.load()).patches) if not module else set()
     for file in [own] if own is not None else files.likely:
         for match in _DEFINED.finditer(files.raw(file).decode("utf-8", "replace")):
             known.add(match[1] or match[2])
-    return nearest(path.rpartition(".")[2], known)
+    last = path.rpartition(".")[2]
+    return nearest(last, (n for n in known if abs(len(n) - len(last)) <= 3))
 
 
 def command(args: argparse.Namespace) -> int:
     """Exit status 0: found; 1: not."""
-    tree = installed_tree() if args.torch is None else open_tree(args.torch)
-    found = find(tree, args.name)
+    tree = open_tree(args.torch or installed())
+    files = Files(tree)
+    found = find(files, args.name)
     build = tree.build()
     if not found:
         print(
-            f"torchcompat: {args.name!r} is not in {build}; {_suggestion(tree, args.name)}",
+            f"torchcompat: {args.name!r} is not in {build}; {_suggestion(files, args.name)}",
             file=sys.stderr,
         )
         if args.json:

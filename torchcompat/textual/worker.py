@@ -142,6 +142,7 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
         found["settings"] = judging.settings.to_dict()
     if job.get("fingerprints"):
         found["fingerprints"] = Fingerprints(judging.world, judging.catalog).to_dict()
+        found["files"] = judging.tree.digests
     return found
 
 
