@@ -209,6 +209,9 @@ class PseudoModule(ModuleType):
                 raise AttributeError(name)
             return PseudoModule if name == "__class__" else own[name]
         found = names_of(self).get(name, MISSING)
+        if found is MISSING and "__path__" in own:
+            world: World = own["world"]
+            found = world.module(f"{own['__name__']}.{name}") or MISSING
         if found is MISSING:
             raise AttributeError(f"module {own['__name__']!r} has no attribute {name!r}")
         return found

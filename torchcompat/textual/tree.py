@@ -135,7 +135,7 @@ class Folder(Tree):
         top = self.root / package
         if not top.is_dir():
             return
-        cut = len(str(self.root)) + 1
+        cut = len(str(top)) - len(package)
         for folder, _, names in os.walk(top):
             start = folder[cut:].replace(os.sep, "/")
             yield from (f"{start}/{name}" for name in names if name.endswith(".py"))
