@@ -33,7 +33,8 @@ LIKELY: Final = (
 _WORD: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{3,}")
 #: What stands for a value in a message: of % and of format().
 _HOLE: Final = re.compile(r"%(?:\(\w+\))?[srdifx]|\{[\w.!:\[\]]*\}|\0")
-_FEWEST_LETTERS: Final = 12
+_LONGEST_PART: Final = 8
+_ALL_PARTS: Final = 12
 
 _Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -232,10 +233,9 @@ def uses(files: Files, module: str, name: str) -> dict[Use, list[str]]:
     leads to the module, or imported by name.
     """
     found: dict[Use, dict[str, list[str]]] = {"reads": {}, "writes": {}}
-    group = dict(files.likely)
     own = files.tree.file_of(module)
-    if own is not None:
-        group[own] = module
+    group = {} if own is None else {own: module}
+    group |= files.likely
     for source in files.matching(group, name):
         names = _names_for(source, module, name)
         if source.module != module and not names:
@@ -375,8 +375,8 @@ def matches(template: str, wanted: str) -> bool:
     if wanted in flat:
         return True
     parts = _HOLE.split(flat)
-    if max(map(len, parts)) < _FEWEST_LETTERS:
-        return False
+    if max(map(len, parts)) < _LONGEST_PART or sum(map(len, parts)) < _ALL_PARTS:
+        return False  # so little that it is in anything
     # Parts one after the other, rather than one pattern: that could take for ever.
     at = 0
     for part in parts:

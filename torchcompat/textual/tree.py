@@ -54,7 +54,7 @@ class Tree(ABC):
     def modules(self, package: str) -> dict[str, str]:
         """The modules of a top-level package, and the file of each."""
         if package not in self._files:
-            self._files[package] = dict(_by_name(self._list(package)))
+            self._files[package] = dict(_by_name(sorted(self._list(package))))
         return self._files[package]
 
     def file_of(self, module: str) -> str | None:
