@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from torchcompat.errors import ConfigError
+
 LEAF = """
 import contextlib
 import functools
@@ -143,7 +145,7 @@ PATCHES = [
     patch("flag", ThreadLocal(module=LEAF, name="FLAG", default=False, fixed_by=("_flag_tls",))),
     patch("value", Value(target=LEAF + ":TABLE", factory=lambda v: v)),
     patch("create", Value(target=LEAF + ":Box.fresh", factory=lambda v: 1, create=True)),
-    patch("first", FirstOf(edits=(wrap("newer", signature=()), wrap("compute", signature=("x", "scale"))))),
+    patch("first", FirstOf(edits=(wrap("newer", signature=()), wrap("compute")))),
     patch("old", wrap("compute"), affects=">=2.0.0.dev0,<2.5.0.dev0", fixed_in="2.5"),
     patch("young", wrap("compute"), affects=">=3.0.0.dev0"),
     patch("narrow", wrap("gone"), affects=">=2.0.0.dev0,<2.13.0.dev0"),
@@ -261,6 +263,36 @@ def test_nothing_of_the_target_runs(torch: Any) -> None:
     found = verdict(torch, "acme:in_c", "check", ".")
     assert not (torch.folder / "trap").exists()
     assert "only a run of torch.leaf:called tells" in found["evidence"][0]
+
+
+def test_the_current_directory_is_no_place_to_import_from(torch: Any) -> None:
+    """It may be the torch that is looked at: a checkout has folders of all names."""
+    trap = f"open({str(torch.folder / 'trap')!r}, 'a').close()"
+    torch.write("elsewhere/packaging/__init__.py", trap)
+    torch.write("elsewhere/torch/__init__.py", trap)
+    code = """
+        import os, sys
+        sys.path[:] = [p for p in sys.path if p]
+        os.chdir("elsewhere")
+        from torchcompat.textual.looking import look_into
+        print(look_into(".")["torch"]["version"])
+    """
+    assert torch.python(code) == "unknown"
+    assert not (torch.folder / "trap").exists()
+
+
+def test_a_process_that_dies_is_one_clear_error(
+    torch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchcompat.textual import looking
+
+    monkeypatch.setattr(looking, "_START", "import os, sys; os._exit(3)")
+    with pytest.raises(ConfigError, match="ended with status 3"):
+        looking.look_into(str(torch.folder))
+    monkeypatch.setattr(looking, "_START", "import time; time.sleep(60)")
+    monkeypatch.setattr(looking, "TIMEOUT_S", 0.2)
+    with pytest.raises(ConfigError, match=r"no end of reading after 0.2 s"):
+        looking.look_into(str(torch.folder))
 
 
 def test_text_that_this_python_cannot_read_is_drift(torch: Any) -> None:

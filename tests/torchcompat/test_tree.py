@@ -64,7 +64,14 @@ def test_modules_of_a_package(archive: Callable[..., Path]) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["../evil.py", "torch/../../evil.py", "/etc/evil.py", "torch\\evil.py", "torch//a.py", "./a.py"],
+    [
+        "../evil.py",
+        "torch/../../evil.py",
+        "/etc/evil.py",
+        "torch\\evil.py",
+        "torch//a.py",
+        "./a.py",
+    ],
 )
 def test_names_that_lead_elsewhere(archive: Callable[..., Path], name: str) -> None:
     assert "is no plain relative name" in refused(archive((name, "x")))
@@ -108,9 +115,7 @@ def test_other_compression(archive: Callable[..., Path]) -> None:
     assert "is packed in a way (method 14)" in refused(path)
 
 
-def test_a_bomb_that_says_so(
-    archive: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bomb_that_says_so(archive: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree, "MAX_FILE", 1000)
     path = archive(("torch/a.py", "x" * 100_000), method=zipfile.ZIP_DEFLATED)
     assert "'torch/a.py' is larger than 1000 bytes" in refused(path)
@@ -126,9 +131,7 @@ def test_a_bomb_that_lies_about_its_size(archive: Callable[..., Path]) -> None:
     assert "member 'torch/a.py' cannot be read" in refused(path)
 
 
-def test_many_small_members(
-    archive: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_small_members(archive: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree, "MAX_TOTAL", 1000)
     members = [(f"torch/m{i}.py", "x" * 100) for i in range(20)]
     assert "more than 1000 bytes to read" in refused(archive(*members))
@@ -196,7 +199,7 @@ def test_text_is_decoded_as_python_does(tmp_path: Path) -> None:
     (tmp_path / "torch/a.py").write_bytes(b"x = '\xe9'\n")
     found = open_tree(str(tmp_path))
     assert found.text(INIT) == "# coding: latin-1\nx = 'é'\n"
-    with pytest.raises(SourceDrift, match="torch/a.py cannot be decoded"):
+    with pytest.raises(SourceDrift, match=r"torch/a\.py cannot be decoded"):
         found.text("torch/a.py")
 
 

@@ -49,7 +49,7 @@ class Guard:
 
         return inner
 '''
-USER = '''
+USER = """
 import torch
 import torch._dynamo.state
 from torch._dynamo import state as s
@@ -67,7 +67,7 @@ def stranger(other):
 
 def formatted(name):
     raise ValueError("expected %s but found {}" % name)
-'''
+"""
 
 
 @pytest.fixture

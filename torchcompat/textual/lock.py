@@ -154,7 +154,7 @@ def command(args: argparse.Namespace) -> int:
         print(json.dumps(result, indent=2))
     else:
         print(f"{path}: torch {content['torch'].get('version')}; now {build}")
-        print(*moved, f"{len(moved)} of {len(content['places'])} places changed", sep="\n")
+        print(*moved, f"{len(moved)} places changed of {len(content['places'])} recorded", sep="\n")
     return int(bool(moved))
 
 

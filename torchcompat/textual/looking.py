@@ -14,6 +14,13 @@ from typing import Any, Final, Literal
 from torchcompat.errors import ConfigError
 
 TIMEOUT_S: Final = 300
+# Without the current directory on the path: it may well be the torch that is looked at.
+_START: Final = """
+import sys
+sys.path[:] = [entry for entry in sys.path if entry]
+from torchcompat.textual.worker import main
+sys.exit(main())
+"""
 #: Lines of a difference that are shown of one place.
 MAX_LINES: Final = 40
 
@@ -32,7 +39,7 @@ def look_into(target: str, *, verdicts: bool = True, fingerprints: bool = False)
         environ["PYTHONPATH"] = os.pathsep.join([str(root), *inherited])
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "torchcompat.textual.worker"],
+            [sys.executable, "-c", _START],
             input=json.dumps(job),
             env=environ,
             capture_output=True,

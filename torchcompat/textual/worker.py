@@ -1,6 +1,6 @@
 """The process in which a torch is only text: judges all patches and takes fingerprints.
 
-Started by `check.look_into`; reads a job and writes an answer, both JSON. The judging is that of
+Started by `looking.look_into`; reads a job and writes an answer, both JSON. The judging is that of
 `plan()`: the same `judge`, the patches' own `recognise` and `inspect`.
 """
 
@@ -157,7 +157,3 @@ def main() -> int:
     with out:
         json.dump(content, out)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
