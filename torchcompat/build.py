@@ -107,9 +107,9 @@ def find_build() -> TorchBuild | None:
         folders = list(spec.submodule_search_locations or ())
     text = _version_file(folders)
     loaded = getattr(module, "__version__", None)
-    version = str(loaded) if loaded is not None else _assigned(text, "__version__")
+    version = str(loaded) if loaded is not None else assigned(text, "__version__")
     path = folders[0] if folders else None
-    return TorchBuild.of(version or "unknown", _assigned(text, "git_version"), path)
+    return TorchBuild.of(version or "unknown", assigned(text, "git_version"), path)
 
 
 def _version_file(folders: list[str]) -> str:
@@ -121,7 +121,8 @@ def _version_file(folders: list[str]) -> str:
     return ""
 
 
-def _assigned(text: str, name: str) -> str | None:
+def assigned(text: str, name: str) -> str | None:
+    """The string that the source `text` assigns to `name` at the beginning of a line."""
     match = re.search(rf"^{name}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
     return match[1] if match else None
 

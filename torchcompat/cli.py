@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torchcompat
 from torchcompat.engine import ENGINE
@@ -59,7 +60,15 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("ids", nargs="*", metavar="ID")
     command.add_argument("--at-once", type=int, default=1, help="proofs that run side by side")
     command.set_defaults(run=_prove)
+    _add_textual(commands, common)
     return parser
+
+
+def _add_textual(commands: Any, common: argparse.ArgumentParser) -> None:
+    from torchcompat.textual import check, lock, where
+
+    for module in (check, where, lock):
+        module.add_parser(commands, common)
 
 
 def _status(args: argparse.Namespace) -> int:

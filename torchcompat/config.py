@@ -4,6 +4,8 @@ mode      TORCHCOMPAT          on, off or strict (also 1, 0)
 disable   TORCHCOMPAT_DISABLE  patch ids never to apply
 only      TORCHCOMPAT_ONLY     patch ids to apply, and no others
 plugins   TORCHCOMPAT_PLUGINS  auto, none, or the names of the entry points to load
+lock      TORCHCOMPAT_LOCK     a file of `python -m torchcompat lock`: what has changed since is not
+                               patched; in pyproject.toml relative to its folder
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ ENVIRONMENT: Final = {
     "TORCHCOMPAT_DISABLE": "disable",
     "TORCHCOMPAT_ONLY": "only",
     "TORCHCOMPAT_PLUGINS": "plugins",
+    "TORCHCOMPAT_LOCK": "lock",
 }
 _MODES: Final[dict[str, Mode]] = {
     "on": "on",
@@ -43,6 +46,7 @@ class Settings:
     disable: tuple[str, ...] = ()
     only: tuple[str, ...] | None = None
     plugins: tuple[str, ...] | Literal["auto", "none"] = "auto"
+    lock: str | None = None
     origin: Mapping[str, str] = field(default_factory=dict)
 
     def where(self, name: str) -> str:
@@ -55,6 +59,7 @@ class Settings:
             "disable": ", ".join(self.disable) or "none",
             "only": "all" if self.only is None else ", ".join(self.only),
             "plugins": self.plugins if isinstance(self.plugins, str) else ", ".join(self.plugins),
+            "lock": self.lock or "none",
         }
         return [f"{name} = {value} ({self.where(name)})" for name, value in shown.items()]
 
@@ -64,6 +69,7 @@ class Settings:
             "disable": list(self.disable),
             "only": None if self.only is None else list(self.only),
             "plugins": self.plugins if isinstance(self.plugins, str) else list(self.plugins),
+            "lock": self.lock,
             "origin": dict(self.origin),
         }
 
@@ -116,6 +122,8 @@ def _from_file(settings: Settings, folder: Path) -> Settings:
         layer = f"{path} [tool.torchcompat] {name}"
         if name not in _READ:
             raise ConfigError(f"{layer}: unknown key, {nearest(name, _READ)}")
+        if name == "lock" and isinstance(value, str) and path is not None:
+            value = str(path.parent / value)
         settings = _with(settings, name, value, layer)
     return settings
 
@@ -141,9 +149,16 @@ def _read_plugins(value: object, layer: str) -> tuple[str, ...] | Literal["auto"
     return "none" if names in ((), ("none",)) else names
 
 
+def _read_lock(value: object, layer: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ConfigError(f"{layer} is {value!r}; it must be the path of a lock file")
+    return value
+
+
 _READ: Final[dict[str, Callable[[object, str], Any]]] = {
     "mode": _read_mode,
     "disable": _read_names,
     "only": _read_names,
     "plugins": _read_plugins,
+    "lock": _read_lock,
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
@@ -67,6 +67,7 @@ class Engine:
         self._generation = 0  # of the records: what was judged in an older one is judged again
         self._catalogs: dict[object, Catalog] = {}
         self._hook = ImportHook(before=self._module_starts, after=self._module_ended)
+        self._held: Mapping[str, str] = {}  # by the lock file: patch id -> why
         self._logged = ""
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(
@@ -124,10 +125,33 @@ class Engine:
 
     # -- decide
 
+    def _read_lock(self, settings: Settings, build: TorchBuild | None) -> None:
+        """Learn which patches the lock file keeps from being applied. Raises `ConfigError`."""
+        if settings.lock is None:
+            self._held = {}
+            return
+        from torchcompat.textual.lock import standing_back  # only now is it needed
+
+        self._held = standing_back(settings.lock, build)
+
+    def _judge(
+        self,
+        patch: Patch,
+        build: TorchBuild | None,
+        standing: Mapping[str, State],
+        disabled: str | None,
+    ) -> Verdict:
+        verdict = judge(patch, build, standing, self._hook.is_ready, disabled)
+        reason = self._held.get(patch.id)
+        if reason is not None and verdict.state in (State.OK, State.PENDING):
+            return replace(verdict, state=State.DRIFTED, reason=reason)
+        return verdict
+
     def plan(self, only: Iterable[str] | None) -> Report:
         settings = config.load()
         catalog = self._catalog(settings)
         build = find_build()
+        self._read_lock(settings, build)
         _, standing = self._standing()
         verdicts = []
         for registered in self._select(catalog, only):
@@ -135,7 +159,7 @@ class Engine:
             verdict = self._applied_verdict(patch.id)
             if verdict is None:
                 disabled = disabled_by(patch, settings, named=only is not None)
-                verdict = judge(patch, build, standing, self._hook.is_ready, disabled)
+                verdict = self._judge(patch, build, standing, disabled)
             standing[patch.id] = verdict.state
             verdicts.append(replace(verdict, provenance=registered.provenance))
         return Report((*verdicts, *catalog.broken), build, settings)
@@ -177,6 +201,7 @@ class Engine:
         catalog = self._catalog(settings)
         selected = self._select(catalog, only)
         build = find_build()
+        self._read_lock(settings, build)
         verdicts = []
         for registered in selected:
             disabled = disabled_by(registered.patch, settings, named=only is not None)
@@ -224,7 +249,7 @@ class Engine:
             applied = self._applied_verdict(patch.id)
             if applied is not None:
                 return applied
-            verdict = judge(patch, build, standing, self._hook.is_ready, disabled)
+            verdict = self._judge(patch, build, standing, disabled)
             slots: list[Slot] = []
             try:
                 if verdict.state is State.OK:
