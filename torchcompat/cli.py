@@ -1,4 +1,4 @@
-"""torchcompat status | plan | explain ID | repro ID [--unpatched] | prove [ID…]
+"""torchcompat status | plan | explain ID | repro ID [--unpatched] | prove [ID…] | run COMMAND…
 
 Exit status 0: clean. 1: a finding. 2: the command or a setting means nothing.
 """
@@ -11,12 +11,16 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torchcompat
 from torchcompat.engine import ENGINE
 from torchcompat.errors import ConfigError
 from torchcompat.prove import BROKEN, Proof, fresh_plan, prove, prove_all
 from torchcompat.verdict import FINDINGS
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +61,25 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("ids", nargs="*", metavar="ID")
     command.add_argument("--at-once", type=int, default=1, help="proofs that run side by side")
     command.set_defaults(run=_prove)
+    _add_run(commands)
     return parser
+
+
+def _add_run(commands: Commands) -> None:
+    command = commands.add_parser(
+        "run",
+        usage="torchcompat run [--] COMMAND [ARG…] | SCRIPT.py [ARG…] | -m MODULE [ARG…]",
+        help="run a program, and all that it starts, with the patches",
+    )
+    command.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    command.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    command.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from torchcompat.run import run
+
+    return run(args.command, args.module)
 
 
 def _status(args: argparse.Namespace) -> int:
