@@ -87,7 +87,7 @@ def load(settings: Settings) -> Catalog:
                 if registered.patch.id in found:
                     raise PluginError(f"patch {registered.patch.id!r} exists already")
                 found[registered.patch.id] = registered
-        except Exception as e:  # noqa: BLE001 - foreign code may raise anything
+        except (Exception, SystemExit) as e:  # noqa: BLE001 - foreign code may raise anything
             absent.add(point.name)
             reason = f"entry point {point.value!r} does not load: {type(e).__name__}: {e}"
             broken.append(Verdict(point.name, State.FAILED, reason, (), _provenance(point)))
