@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from abc import ABC, abstractmethod
@@ -207,7 +208,7 @@ class Patch:
         if path.is_absolute() or ".." in path.parts or path.suffix != ".py":
             raise ValueError(f"patch {self.id!r}: repro {self.repro!r} is no .py file of a package")
 
-    @property
+    @functools.cached_property
     def modules(self) -> tuple[str, ...]:
         """Everything that must be imported before the patch can be judged."""
         return tuple(dict.fromkeys(name for edit in self.edits for name in edit.modules))

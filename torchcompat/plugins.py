@@ -8,6 +8,7 @@ goes wrong in one entry point stays there.
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -99,7 +100,8 @@ def _load_one(point: EntryPoint) -> list[Registered]:
         if point.value != f"{_PACKAGE}:PATCHES":
             raise PluginError(f"the name {BUILTIN!r} is torchcompat's own")
         load_checkout()
-    patches = [Registered(p, _provenance(point), point.module) for p in _patches_of(point.load())]
+    brought_by = _provenance(point)
+    patches = [Registered(p, brought_by, point.module) for p in _patches_of(point.load())]
     prefix = "" if point.name == BUILTIN else f"{point.name}:"
     for registered in patches:
         patch_id = registered.patch.id
@@ -174,4 +176,9 @@ def _key(point: EntryPoint) -> tuple[str, str]:
 
 def _provenance(point: EntryPoint) -> str:
     dist = point.dist
-    return f"{dist.name} {dist.version}" if dist is not None else "source checkout"
+    if dist is None:
+        return "source checkout"
+    # Its two lines, not `dist.name`, which parses all of it, the description too, each time.
+    text = dist.read_text("METADATA") or dist.read_text("PKG-INFO") or ""
+    found = dict(re.findall(r"^(Name|Version):\s*(\S+)\s*$", text.partition("\n\n")[0], re.M))
+    return f"{found.get('Name', 'unnamed')} {found.get('Version', 'unknown')}"

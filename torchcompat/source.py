@@ -8,7 +8,12 @@ tokenised forms differ for up to all of them).
 from __future__ import annotations
 
 import inspect
+import linecache
+import re
+import sys
 import textwrap
+import tokenize
+from types import FunctionType
 from typing import Any
 
 
@@ -23,10 +28,41 @@ def parameters(function: Any) -> tuple[str, ...] | None:
 def text(function: Any) -> str | None:
     """The normalised source of a function or class, through wrappers; None if it cannot be had."""
     try:
-        lines = inspect.getsource(inspect.unwrap(function)).splitlines()
-    except (OSError, TypeError, ValueError):
+        lines = [line.rstrip() for line in _lines(inspect.unwrap(function))]
+    except (OSError, TypeError, ValueError, SyntaxError, tokenize.TokenError):
         return None
-    return textwrap.dedent("\n".join(line.rstrip() for line in lines)).strip("\n") + "\n"
+    return textwrap.dedent("\n".join(lines)).strip("\n") + "\n"
+
+
+def _lines(value: Any) -> list[str]:
+    """What `inspect.getsourcelines` gives, without its search through all of `sys.modules` and,
+    for a class before Python 3.13, its parse of the whole file."""
+    if isinstance(value, FunctionType):
+        start = value.__code__.co_firstlineno
+        lines = linecache.getlines(value.__code__.co_filename, value.__globals__)
+    elif isinstance(value, type):
+        lines = _lines_of_module(value.__module__)
+        start = _line_of_class(value, lines)
+    else:
+        start, lines = 0, []
+    if not 0 < start <= len(lines):
+        return inspect.getsourcelines(value)[0]
+    return inspect.getblock(lines[start - 1 :])
+
+
+def _lines_of_module(name: str) -> list[str]:
+    names = vars(sys.modules[name]) if name in sys.modules else {}
+    return linecache.getlines(names.get("__file__") or "", names)
+
+
+def _line_of_class(cls: type, lines: list[str]) -> int:
+    """Where the class's source begins; 0 where that takes more than a look at the lines: it is
+    decorated, not at the top level, or there are several of the name."""
+    opening = re.compile(rf"class {re.escape(cls.__qualname__)}\b")
+    found = [number for number, line in enumerate(lines, 1) if opening.match(line)]
+    if len(found) != 1 or (found[0] > 1 and lines[found[0] - 2].strip()):
+        return 0
+    return found[0]
 
 
 def digest(function: Any) -> str | None:
