@@ -40,7 +40,7 @@ log = logging.getLogger("torchcompat")
 _TRIES: Final = 1000
 
 
-@dataclass
+@dataclass(eq=False)
 class _Record:
     """One patch in this process. Changed under the engine's lock only.
 

@@ -261,7 +261,7 @@ class _ShadowedGlobal(AttrSlot):
         return "restored"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ThreadLocal(Edit):
     """Give every thread its own value of the global `module.name`, starting from `default`.
 
@@ -298,7 +298,7 @@ class ThreadLocal(Edit):
         return _build(self.module, (self,))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ThreadLocals(Edit):
     """Several `ThreadLocal` of one module that share functions, which are rewritten once."""
 

@@ -14,7 +14,9 @@ import sys
 import textwrap
 import tokenize
 from types import FunctionType
-from typing import Any
+from typing import Any, Final
+
+_HEADS: Final = ("def ", "class ", "async def ")
 
 
 def parameters(function: Any) -> tuple[str, ...] | None:
@@ -37,6 +39,12 @@ def text(function: Any) -> str | None:
 def _lines(value: Any) -> list[str]:
     """What `inspect.getsourcelines` gives, without its search through all of `sys.modules` and,
     for a class before Python 3.13, its parse of the whole file."""
+    following = _lines_from(value)
+    return inspect.getblock(following) if following else inspect.getsourcelines(value)[0]
+
+
+def _lines_from(value: Any) -> list[str]:
+    """The file's lines from the first of `value` on; none where they are not easily found."""
     if isinstance(value, FunctionType):
         start = value.__code__.co_firstlineno
         lines = linecache.getlines(value.__code__.co_filename, value.__globals__)
@@ -44,10 +52,33 @@ def _lines(value: Any) -> list[str]:
         lines = _lines_of_module(value.__module__)
         start = _line_of_class(value, lines)
     else:
-        start, lines = 0, []
-    if not 0 < start <= len(lines):
-        return inspect.getsourcelines(value)[0]
-    return inspect.getblock(lines[start - 1 :])
+        return []
+    return lines[start - 1 :] if start > 0 else []
+
+
+def _contains_all(function: Any, anchors: tuple[str, ...]) -> bool:
+    """Whether a first look at the source, which may end too early, finds all anchors.
+
+    `text` finds the end with a tokenizer, in Python before 3.12; this runs while torch is being
+    imported."""
+    lines = _lines_from(inspect.unwrap(function))
+    seen = textwrap.dedent("\n".join(line.rstrip() for line in _first_block(lines)))
+    return all(anchor in seen for anchor in anchors)
+
+
+def _first_block(lines: list[str]) -> list[str]:
+    """From decorators and `def` or `class` to the first line of code that is no further right."""
+    if not lines or not lines[0].lstrip().startswith(("@", *_HEADS)):
+        return []
+    indent = len(lines[0]) - len(lines[0].lstrip())
+    inside = False
+    for i, line in enumerate(lines):
+        inner = line.lstrip()
+        if inner and len(line) - len(inner) <= indent:
+            if inside:
+                return lines[:i]
+            inside = inner.startswith(_HEADS)
+    return lines
 
 
 def _lines_of_module(name: str) -> list[str]:
@@ -88,6 +119,8 @@ def drift(
         shown = "no readable signature" if found is None else f"({', '.join(found)})"
         return f"takes {shown}, not ({', '.join(signature)})"
     if not anchors and not hashes:
+        return None
+    if not hashes and _contains_all(function, anchors):
         return None
     source = text(function)
     if source is None:
