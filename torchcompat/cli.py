@@ -1,4 +1,4 @@
-"""torchcompat status | plan | explain ID | repro ID [--unpatched] | prove [ID…] | run COMMAND…
+"""torchcompat status | plan | explain ID | repro ID | prove [ID…] | run COMMAND… | doctor
 
 Exit status 0: clean. 1: a finding. 2: the command or a setting means nothing.
 """
@@ -62,7 +62,40 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--at-once", type=int, default=1, help="proofs that run side by side")
     command.set_defaults(run=_prove)
     _add_run(commands)
+    _add_doctor(commands, common)
     return parser
+
+
+def _add_doctor(commands: Commands, common: argparse.ArgumentParser) -> None:
+    command = commands.add_parser(
+        "doctor", help="what is here, what is wrong, what to do next", parents=[common]
+    )
+    command.add_argument("--no-import", action="store_true", help="without importing torch")
+    command.add_argument(
+        "--import",
+        dest="modules",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="import this too, to see whether it patches what we patch; may be repeated",
+    )
+    command.add_argument(
+        "--timeout", type=float, default=180.0, metavar="SECONDS", help="for importing torch"
+    )
+    command.set_defaults(run=_doctor)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from torchcompat.doctor.page import doctor
+
+    if args.no_import and args.modules:
+        raise ConfigError("--no-import and --import exclude each other")
+    return doctor(
+        imports=not args.no_import,
+        modules=args.modules,
+        as_json=args.json,
+        timeout_s=args.timeout,
+    )
 
 
 def _add_run(commands: Commands) -> None:
