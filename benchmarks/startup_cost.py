@@ -13,53 +13,47 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 
+SHUT = "from torchcompat.autoload import init; init()"
+FIRST = "import torchcompat; torchcompat.apply(); import torch"
 PAIRS = (
     ("import torchcompat", "pass", "import torchcompat", {}),
     ("its names as well", "pass", "import torchcompat; torchcompat.apply", {}),
-    ("the door, shut", "import torch", "import torch", {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}),
-    ("apply() first", "import torch", "import torchcompat; torchcompat.apply(); import torch", {}),
+    ("the door, shut", "pass", SHUT, {}),
+    ("apply() first", "import torch", FIRST, {}),
     ("TORCHCOMPAT_AUTO=1", "import torch", "import torch", {"TORCHCOMPAT_AUTO": "1"}),
 )
 
 
 def seconds(code: str, environ: dict[str, str]) -> float:
     """User and system time of a fresh Python that runs `code`."""
-    before = os.times()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, "-c", code], env=environ, check=True, capture_output=True)
-    after = os.times()
-    return (after.children_user - before.children_user) + (
-        after.children_system - before.children_system
-    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (after.ru_utime - before.ru_utime) + (after.ru_stime - before.ru_stime)
 
 
-def measure(rounds: int) -> list[str]:
-    """One line for each pair."""
+def measure(rounds: int) -> Iterator[str]:
+    """One line for each pair, as it is measured."""
     with tempfile.TemporaryDirectory() as cache:
         base = {k: v for k, v in os.environ.items() if not k.startswith("TORCHCOMPAT")}
         base.pop("PYTHONDONTWRITEBYTECODE", None)
         base["PYTHONPYCACHEPREFIX"] = cache
-        lines = []
         for name, without, with_us, extra in PAIRS:
-            environ = {**base, **extra}
-            # For the door it is the other way about: the variable takes it out.
-            pair = (
-                ((without, environ), (with_us, base))
-                if "shut" in name
-                else ((without, base), (with_us, environ))
-            )
+            pair = ((without, base), (with_us, {**base, **extra}))
             samples = [[seconds(*run) for run in pair] for _ in range(rounds + 1)][1:]
             first, second = (statistics.median(s[i] for s in samples) for i in (0, 1))
             added = statistics.median(b - a for a, b in samples)
-            lines.append(
-                f"{name:<20} {first * 1e3:7.0f} ms  {second * 1e3:7.0f} ms  "
-                f"{added * 1e3:+6.0f} ms  {1 + added / first:.3f}x"
+            yield (
+                f"{name:<20} {first * 1e3:7.1f} ms  {second * 1e3:7.1f} ms  "
+                f"{added * 1e3:+6.1f} ms  {1 + added / first:.3f}x"
             )
-        return lines
 
 
 def main() -> None:
