@@ -66,7 +66,8 @@ def resolve(command: Sequence[str], module: Sequence[str] | None = None) -> tupl
     if module is not None:
         if not module:
             raise ConfigError("run -m wants the name of a module")
-        return sys.executable, [sys.executable, "-m", *module]
+        # argparse ends the module's arguments at a "--", which is one of them.
+        return sys.executable, [sys.executable, "-m", *module, *command]
     words = list(command[1:] if command[:1] == ["--"] else command)
     if not words:
         raise ConfigError("run wants a command: torchcompat run -- python train.py")

@@ -27,6 +27,7 @@ def test_what_is_run(tmp_path, monkeypatch):
     python, script = sys.executable, str(tmp_path / "x.py")
     (tmp_path / "x.py").touch()
     assert resolve([], ["mod", "-m", "--x"]) == (python, [python, "-m", "mod", "-m", "--x"])
+    assert resolve(["--", "y"], ["mod", "--x"])[1] == [python, "-m", "mod", "--x", "--", "y"]
     assert resolve(["--", script, "--", "-m"]) == (python, [python, script, "--", "-m"])
     tool = tmp_path / "tool"
     tool.write_text("#!/bin/sh\n")
@@ -85,7 +86,7 @@ def test_the_command_takes_our_place(world):
     environ = {**os.environ, **ONLY, "PYTHONPATH": f"{world.folder}{os.pathsep}{ROOT}"}
     for words in (["--", sys.executable, script], [script], ["-m", "train"]):
         process = subprocess.Popen(
-            [sys.executable, "-m", "torchcompat", "run", *words, "--lr", "3", "-m"],
+            [sys.executable, "-m", "torchcompat", "run", *words, "--lr", "3", "--", "-m"],
             env=environ,
             cwd=world.folder,
             stdout=subprocess.PIPE,
@@ -93,7 +94,7 @@ def test_the_command_takes_our_place(world):
             text=True,
         )
         out, err = process.communicate(timeout=60)
-        assert out == f"-1 {process.pid} ['--lr', '3', '-m']\n", err
+        assert out == f"-1 {process.pid} ['--lr', '3', '--', '-m']\n", err
         assert (process.returncode, err) == (7, "")
 
 
