@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 import sys
@@ -127,6 +128,7 @@ def assigned(text: str, name: str) -> str | None:
     return match[1] if match else None
 
 
+@functools.cache
 def _parse(version: str) -> Version | None:
     # Here for the sake of a quick `import torchcompat`.
     from packaging.version import InvalidVersion, Version

@@ -9,7 +9,7 @@ from torchcompat.patch import Edit
 from torchcompat.verdict import Finding
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class FirstOf(Edit):
     """The first of `edits` whose target exists; the others are for other releases.
 

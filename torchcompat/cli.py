@@ -1,4 +1,4 @@
-"""torchcompat status | plan | explain ID|LOG | repro ID [--unpatched] | prove [ID…]
+"""torchcompat status | plan | explain ID|LOG | where | check | lock | doctor | repro | prove | run
 
 Exit status 0: clean. 1: a finding. 2: the command or a setting means nothing.
 """
@@ -11,13 +11,16 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torchcompat
 from torchcompat.engine import ENGINE
 from torchcompat.errors import ConfigError, PluginError
 from torchcompat.prove import BROKEN, Proof, fresh_plan, prove, prove_all
 from torchcompat.verdict import FINDINGS
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,6 +64,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--at-once", type=int, default=1, help="proofs that run side by side")
     command.set_defaults(run=_prove)
     _add_textual(commands, common)
+    _add_run(commands)
+    _add_doctor(commands, common)
     return parser
 
 
@@ -69,6 +74,55 @@ def _add_textual(commands: Any, common: argparse.ArgumentParser) -> None:
 
     for module in (check, where, lock):
         module.add_parser(commands, common)
+
+
+def _add_doctor(commands: Commands, common: argparse.ArgumentParser) -> None:
+    command = commands.add_parser(
+        "doctor", help="what is here, what is wrong, what to do next", parents=[common]
+    )
+    command.add_argument("--no-import", action="store_true", help="without importing torch")
+    command.add_argument(
+        "--import",
+        dest="modules",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="import this too, to see whether it patches what we patch; may be repeated",
+    )
+    command.add_argument(
+        "--timeout", type=float, default=180.0, metavar="SECONDS", help="for importing torch"
+    )
+    command.set_defaults(run=_doctor)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from torchcompat.doctor.page import doctor
+
+    if args.no_import and args.modules:
+        raise ConfigError("--no-import and --import exclude each other")
+    return doctor(
+        imports=not args.no_import,
+        modules=args.modules,
+        as_json=args.json,
+        timeout_s=args.timeout,
+    )
+
+
+def _add_run(commands: Commands) -> None:
+    command = commands.add_parser(
+        "run",
+        usage="torchcompat run [--] COMMAND [ARG…] | SCRIPT.py [ARG…] | -m MODULE [ARG…]",
+        help="run a program, and all that it starts, with the patches",
+    )
+    command.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    command.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    command.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from torchcompat.run import run
+
+    return run(args.command, args.module)
 
 
 def _status(args: argparse.Namespace) -> int:

@@ -6,11 +6,12 @@ only      TORCHCOMPAT_ONLY     patch ids to apply, and no others
 plugins   TORCHCOMPAT_PLUGINS  auto, none, or the names of the entry points to load
 lock      TORCHCOMPAT_LOCK     a file of `python -m torchcompat lock`: what has changed since is not
                                patched; in pyproject.toml relative to its folder
+
+TORCHCOMPAT_AUTO is no setting: `autoload` reads it before anything of this package is loaded.
 """
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -29,6 +30,9 @@ ENVIRONMENT: Final = {
     "TORCHCOMPAT_PLUGINS": "plugins",
     "TORCHCOMPAT_LOCK": "lock",
 }
+_PREFIX: Final = "TORCHCOMPAT_"
+# Ours as well, but read elsewhere.
+_OTHERS: Final = ("TORCHCOMPAT_AUTO", "TORCHCOMPAT_REPRO_APPLY")
 _MODES: Final[dict[str, Mode]] = {
     "on": "on",
     "1": "on",
@@ -75,12 +79,22 @@ class Settings:
 
 
 def load(environ: Mapping[str, str] | None = None, folder: Path | None = None) -> Settings:
-    """The settings of the file and the environment. Raises `ConfigError`."""
+    """The settings of the file and the environment.
+
+    Raises `ConfigError` for an unknown name or a value that means nothing, but not under
+    TORCHCOMPAT=off: that switch is there to run without us.
+    """
+    environ = os.environ if environ is None else environ
     try:
-        settings = _from_file(Settings(), folder or Path.cwd())
-    except OSError:  # no current directory, or a file that may not be read
-        settings = Settings()
-    return _from_env(settings, os.environ if environ is None else environ)
+        try:
+            settings = _from_file(Settings(), folder or Path.cwd())
+        except OSError:  # no current directory, or a file that may not be read
+            settings = Settings()
+        return _from_env(settings, environ)
+    except ConfigError:
+        if _MODES.get(environ.get("TORCHCOMPAT", "").strip().lower()) == "off":
+            return Settings(mode="off", origin={"mode": "TORCHCOMPAT"})
+        raise
 
 
 def _with(settings: Settings, name: str, value: Any, layer: str) -> Settings:
@@ -89,14 +103,12 @@ def _with(settings: Settings, name: str, value: Any, layer: str) -> Settings:
 
 
 def _from_env(settings: Settings, environ: Mapping[str, str]) -> Settings:
+    known = {name.removeprefix(_PREFIX): name for name in (*ENVIRONMENT, *_OTHERS)}
     for variable in environ:
-        # Others may have variables of this prefix; one that is nearly ours is a slip.
-        if variable.startswith("TORCHCOMPAT") and variable not in ENVIRONMENT:
-            close = difflib.get_close_matches(variable, ENVIRONMENT, n=1, cutoff=0.85)
-            if close:
-                raise ConfigError(
-                    f"unknown environment variable {variable}: did you mean {close[0]}?"
-                )
+        tail = variable.removeprefix(_PREFIX)
+        if tail != variable and tail not in known:  # by the tails: the prefix is alike in all
+            hint = nearest(tail, known, shown=known)
+            raise ConfigError(f"unknown environment variable {variable}: {hint}")
     for variable, name in ENVIRONMENT.items():
         if environ.get(variable, "").strip():
             settings = _with(settings, name, environ[variable], variable)
@@ -107,17 +119,20 @@ def _from_file(settings: Settings, folder: Path) -> Settings:
     path = next(
         (p for d in (folder, *folder.parents) if (p := d / "pyproject.toml").is_file()), None
     )
-    text = path.read_text(encoding="utf-8") if path is not None else ""
-    if "torchcompat" not in text:
+    content = path.read_bytes() if path is not None else b""
+    if b"torchcompat" not in content:
         return settings
-    if sys.version_info >= (3, 11):  # here for the sake of a quick `import torchcompat`
+    if sys.version_info >= (3, 11):  # here for the sake of a quick start
         import tomllib
     else:
         import tomli as tomllib
     try:
-        table = tomllib.loads(text).get("tool", {}).get("torchcompat", {})
-    except tomllib.TOMLDecodeError as e:
+        tool = tomllib.loads(content.decode()).get("tool", {})
+    except ValueError as e:  # no UTF-8, or no TOML
         raise ConfigError(f"{path} is no TOML: {e}") from e
+    table = tool.get("torchcompat", {}) if isinstance(tool, dict) else {}
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: tool.torchcompat is {table!r}; it must be a table")
     for name, value in table.items():
         layer = f"{path} [tool.torchcompat] {name}"
         if name not in _READ:

@@ -40,7 +40,7 @@ log = logging.getLogger("torchcompat")
 _TRIES: Final = 1000
 
 
-@dataclass
+@dataclass(eq=False)
 class _Record:
     """One patch in this process. Changed under the engine's lock only.
 
@@ -162,7 +162,7 @@ class Engine:
                 verdict = self._judge(patch, build, standing, disabled)
             standing[patch.id] = verdict.state
             verdicts.append(replace(verdict, provenance=registered.provenance))
-        return Report((*verdicts, *catalog.broken), build, settings)
+        return Report((*self._with_aliases(verdicts), *catalog.broken), build, settings)
 
     def status(self) -> Report:
         """What stands in this process; for patches never tried, what the plan says."""
@@ -192,6 +192,18 @@ class Engine:
             reason = f"applied, but something else has since been put in place of {lost[0]}"
             return replace(verdict, state=State.DISPLACED, reason=reason)
 
+    def _with_aliases(self, verdicts: Iterable[Verdict]) -> list[Verdict]:
+        """The verdicts with the names that still mean an original, as evidence. Looked for when
+        somebody asks, not while modules come in: it goes through everything that is imported."""
+        with self._lock:
+            owners = {id(s): i for i, r in self._records.items() for s in r.slots or ()}
+            slots = self._installed()
+        lines: dict[str, tuple[str, ...]] = {}
+        for slot, line in stale_aliases(slots):
+            patch_id = owners[id(slot)]
+            lines[patch_id] = (*lines.get(patch_id, ()), line)
+        return [replace(v, evidence=v.evidence + lines.get(v.patch_id, ())) for v in verdicts]
+
     # -- apply
 
     def apply(self, only: Sequence[str] | None, strict: bool | None) -> Report:
@@ -207,7 +219,7 @@ class Engine:
             disabled = disabled_by(registered.patch, settings, named=only is not None)
             with self._imports_ended(registered.patch, disabled is None):
                 verdicts.append(self._advance(registered, build, disabled))
-        report = Report((*verdicts, *catalog.broken), build, settings)
+        report = Report((*self._with_aliases(verdicts), *catalog.broken), build, settings)
         self._log(report.findings)
         self._raise_for(report, only, strict)
         return report
@@ -255,8 +267,6 @@ class Engine:
                 if verdict.state is State.OK:
                     with building(patch.id):
                         slots = [slot for edit in patch.edits for slot in edit.build()]
-                    aliases = tuple(stale_aliases(slots))
-                    verdict = replace(verdict, evidence=verdict.evidence + aliases)
             except Stale:
                 continue
             except Exception as e:  # noqa: BLE001 - a patch's own code
@@ -299,10 +309,10 @@ class Engine:
         return verdict
 
     def _could_advance(self, record: _Record) -> bool:
+        if not all(self._hook.is_ready(m) for m in record.patch.modules):
+            return False
         _, states = self._standing()
-        return all(self._hook.is_ready(m) for m in record.patch.modules) and not any(
-            states.get(other) is State.PENDING for other in record.patch.requires
-        )
+        return not any(states.get(other) is State.PENDING for other in record.patch.requires)
 
     def _installed(self, *, without: _Record | None = None) -> list[Slot]:
         return [s for r in self._records.values() if r is not without for s in r.slots or ()]
@@ -330,7 +340,6 @@ class Engine:
     # -- as modules come in; both run in the importing thread and must not raise
 
     def _module_ended(self, name: str) -> None:
-        build = find_build()
         progress = True
         while progress:
             progress = False
@@ -338,7 +347,7 @@ class Engine:
                 waiting = [r for r in self._records.values() if r.wanted and r.slots is None]
             for record in waiting:
                 if self._could_advance(record):
-                    verdict = self._advance(record.registered, build, only_if_wanted=True)
+                    verdict = self._advance(record.registered, find_build(), only_if_wanted=True)
                     progress = progress or verdict.state is not State.PENDING
                     self._log([verdict] if verdict.state in FINDINGS else ())
 

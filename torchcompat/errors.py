@@ -12,8 +12,7 @@ TorchCompatError
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -65,11 +64,17 @@ class PatchNotApplied(PatchError):
         return (type(self), (self.patch_id, self.verdict))
 
 
-def nearest(name: str, allowed: Iterable[str]) -> str:
-    """The closing words of an "unknown X" message: the nearest match, else what is allowed."""
+def nearest(name: str, allowed: Iterable[str], shown: Mapping[str, str] | None = None) -> str:
+    """The closing words of an "unknown X" message: the nearest match, else what is allowed.
+
+    `shown` gives the texts for names that are compared in another form than they are written in.
+    """
+    import difflib  # here for the sake of a quick start
+
     names = sorted(allowed)
     close = difflib.get_close_matches(name, names, n=1)
+    texts = shown or {n: n for n in names}
     if close:
-        return f"did you mean {close[0]!r}?"
-    shown = ", ".join(names) if len(names) <= 12 else f"{len(names)} others"
-    return f"known: {shown or 'none'}"
+        return f"did you mean {texts[close[0]]!r}?"
+    few = ", ".join(texts[n] for n in names) if len(names) <= 12 else f"{len(names)} others"
+    return f"known: {few or 'none'}"

@@ -280,8 +280,9 @@ def take_out(slot: Slot, others: Sequence[Slot]) -> str | None:
     return slot.describe() if isinstance(slot.new, type) else None  # theirs derives from ours
 
 
-def stale_aliases(slots: Iterable[Slot]) -> list[str]:
-    """Names in other modules of torch (`from x import f`) that still mean a replaced original."""
+def stale_aliases(slots: Iterable[Slot]) -> list[tuple[Slot, str]]:
+    """Names in other modules of torch (`from x import f`) that still mean a slot's original, each
+    as a sentence."""
     wanted: dict[int, AttrSlot] = {
         id(s.before): s
         for s in slots
@@ -289,14 +290,18 @@ def stale_aliases(slots: Iterable[Slot]) -> list[str]:
         and isinstance(s.owner, ModuleType)
         and isinstance(s.before, (type, FunctionType))
     }
-    found: list[str] = []
+    found: list[tuple[Slot, str]] = []
     for name, module in list(sys.modules.items()) if wanted else ():
         if name.partition(".")[0] != "torch" or not isinstance(module, ModuleType):
+            continue
+        values = list(vars(module).values())
+        if wanted.keys().isdisjoint(map(id, values)):  # nearly all: thousands of modules
             continue
         for attr, value in list(vars(module).items()):
             slot = wanted.get(id(value))
             if slot is not None and module is not slot.owner:
-                found.append(f"{name}.{attr} still is the original of {slot.describe()}")
+                line = f"{name}.{attr} still is the original of {slot.describe()}"
+                found.append((slot, line))
     return found
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from types import CodeType, FunctionType
 from typing import Any, Final
@@ -23,7 +24,11 @@ _ID: Final = re.compile(r"([A-Za-z0-9_.-]+:)?[a-z][a-z0-9_]*")
 
 
 class Edit(ABC):
-    """One change to torch. `inspect` only looks, `build` only makes; the engine does the rest."""
+    """One change to torch. `inspect` only looks, `build` only makes; the engine does the rest.
+
+    Edits and patches are compared by identity: they hold functions, and a dataclass that compares
+    takes half as long again to make, at every start.
+    """
 
     @property
     @abstractmethod
@@ -39,7 +44,7 @@ class Edit(ABC):
         """All new objects, in slots not yet set. May raise `SourceDrift` or `TargetNotFound`."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class _TargetEdit(Edit):
     """What the edits with one named target share."""
 
@@ -57,7 +62,7 @@ class _TargetEdit(Edit):
         return (self.place.module,)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Wrap(_TargetEdit):
     """Put `factory(original)` in the target's place.
 
@@ -96,12 +101,12 @@ class Wrap(_TargetEdit):
         return [slot]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Replace(Wrap):
     """Like `Wrap`, for a factory that does not call the original: judged by source, so `anchors`
     or `hashes` ({digest: torch version}) are required."""
 
-    hashes: dict[str, str] | None = field(default=None, hash=False)
+    hashes: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -112,7 +117,7 @@ class Replace(Wrap):
         return source.drift(original, self.signature, self.anchors, self.hashes)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Value(_TargetEdit):
     """Set a module's or class's attribute to `factory(current)`; `create` if there may be none,
     then `factory` gets `MISSING`."""
@@ -133,7 +138,7 @@ class Value(_TargetEdit):
         return [AttrSlot(owner, name, self.factory(before))]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Code(_TargetEdit):
     """Give the function itself other code: everybody who holds it, also by another name or in a
     closure, runs the new one. The free variables must be the same."""
@@ -172,7 +177,7 @@ class Code(_TargetEdit):
         return [CodeSlot(function, code)]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Patch:
     """One hazard of torch and what mends it.
 
@@ -211,7 +216,7 @@ class Patch:
             raise ValueError(f"patch {self.id!r}: repro {self.repro!r} is no .py file of a package")
         check_signs(f"patch {self.id!r}", self.signs)
 
-    @property
+    @functools.cached_property
     def modules(self) -> tuple[str, ...]:
         """Everything that must be imported before the patch can be judged."""
         return tuple(dict.fromkeys(name for edit in self.edits for name in edit.modules))

@@ -8,6 +8,7 @@ goes wrong in one entry point stays there.
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,14 +23,14 @@ from torchcompat.patch import Patch
 from torchcompat.verdict import State, Verdict
 
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
+    from importlib.metadata import Distribution, EntryPoint
 
 GROUP: Final = "torchcompat.patches"
 BUILTIN: Final = "builtin"
 _PACKAGE: Final = "torchcompat.patches"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Registered:
     """A patch and who brought it. `package` is where its reproducer's path starts."""
 
@@ -38,7 +39,7 @@ class Registered:
     package: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Catalog:
     """All patches by id, in the order in which they may be applied, and the broken entry points.
 
@@ -61,10 +62,9 @@ class Catalog:
 
 def load(settings: Settings) -> Catalog:
     """Load the plugins that the settings allow. Raises `ConfigError` for an unknown plugin name."""
-    # Here, because it is most of the time that `import torchcompat` would take.
-    from importlib.metadata import EntryPoint, entry_points
+    from importlib.metadata import EntryPoint  # here for the sake of a quick start
 
-    points = {_key(p): p for p in entry_points(group=GROUP)}
+    points = {_key(p): p for p in installed(GROUP)}
     if not any(p.name == BUILTIN for p in points.values()) and _checkout() is not None:
         own = EntryPoint(BUILTIN, f"{_PACKAGE}:PATCHES", GROUP)
         points = {_key(own): own, **points}
@@ -87,11 +87,32 @@ def load(settings: Settings) -> Catalog:
                 if registered.patch.id in found:
                     raise PluginError(f"patch {registered.patch.id!r} exists already")
                 found[registered.patch.id] = registered
-        except Exception as e:  # noqa: BLE001 - foreign code may raise anything
+        except (Exception, SystemExit) as e:  # noqa: BLE001 - foreign code may raise anything
             absent.add(point.name)
             reason = f"entry point {point.value!r} does not load: {type(e).__name__}: {e}"
             broken.append(Verdict(point.name, State.FAILED, reason, (), _provenance(point)))
     return Catalog(_in_order(found), tuple(broken), frozenset(absent - {BUILTIN}))
+
+
+def installed(group: str) -> list[EntryPoint]:
+    """What `importlib.metadata.entry_points(group=group)` gives, for a quarter of the time: only
+    the files that name the group are parsed."""
+    from importlib.metadata import PackageNotFoundError, distribution, distributions
+
+    found: list[EntryPoint] = []
+    for dist in distributions():
+        text = dist.read_text("entry_points.txt") or ""
+        if f"[{group}]" not in text:
+            continue
+        try:  # another of its name that comes first on sys.path is the one that is installed
+            shadowed = (
+                distribution(_name_and_version(dist)[0]).read_text("entry_points.txt") != text
+            )
+        except (PackageNotFoundError, ValueError):
+            shadowed = False
+        if not shadowed:
+            found += [p for p in dist.entry_points if p.group == group]
+    return found
 
 
 def _load_one(point: EntryPoint) -> list[Registered]:
@@ -99,7 +120,8 @@ def _load_one(point: EntryPoint) -> list[Registered]:
         if point.value != f"{_PACKAGE}:PATCHES":
             raise PluginError(f"the name {BUILTIN!r} is torchcompat's own")
         load_checkout()
-    patches = [Registered(p, _provenance(point), point.module) for p in _patches_of(point.load())]
+    brought_by = _provenance(point)
+    patches = [Registered(p, brought_by, point.module) for p in _patches_of(point.load())]
     prefix = "" if point.name == BUILTIN else f"{point.name}:"
     for registered in patches:
         patch_id = registered.patch.id
@@ -173,5 +195,12 @@ def _key(point: EntryPoint) -> tuple[str, str]:
 
 
 def _provenance(point: EntryPoint) -> str:
-    dist = point.dist
-    return f"{dist.name} {dist.version}" if dist is not None else "source checkout"
+    return "source checkout" if point.dist is None else " ".join(_name_and_version(point.dist))
+
+
+def _name_and_version(dist: Distribution) -> tuple[str, str]:
+    """By its two lines: `dist.name` parses all of the metadata each time, the description too."""
+    text = dist.read_text("METADATA") or dist.read_text("PKG-INFO") or ""
+    header = text.partition("\n\n")[0]
+    found = dict(re.findall(r"^(Name|Version):\s*(\S+)\s*$", header, re.MULTILINE))
+    return found.get("Name", "unnamed"), found.get("Version", "unknown")

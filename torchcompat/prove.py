@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torchcompat
-from torchcompat.config import ENVIRONMENT
 from torchcompat.engine import ENGINE
 from torchcompat.errors import ConfigError
 from torchcompat.plugins import Registered
@@ -114,7 +113,8 @@ def _outcome(patch_id: str, without: Run, patched: Run | None) -> str:
 
 def _run(path: Path, *, patched: bool) -> Run:
     """Run a program in a process of its own; a crash or hang counts as the fault."""
-    environ = {k: v for k, v in os.environ.items() if k not in ENVIRONMENT}
+    # Not the settings, nor TORCHCOMPAT_AUTO, which would patch the run without the patch.
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("TORCHCOMPAT")}
     environ["TORCHCOMPAT_REPRO_APPLY"] = "1" if patched else "0"
     root = Path(torchcompat.__file__).parent.parent
     if (root / "pyproject.toml").is_file():  # a checkout, perhaps known by the current directory

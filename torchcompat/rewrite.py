@@ -18,7 +18,8 @@ import linecache
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Final
@@ -72,23 +73,34 @@ def functions_using(module: ModuleType, name: str) -> list[FunctionType]:
     return sorted(found.values(), key=lambda f: f.__code__.co_firstlineno)
 
 
-class _GlobalsToAttributes(ast.NodeTransformer):
+def _replaced(node: ast.AST, names: AbstractSet[str]) -> ast.AST:
     """`NAME` -> `<placeholder of NAME>.value`, and no `global NAME` any more."""
-
-    def __init__(self, names: Collection[str]) -> None:
-        self.names = names
-
-    def visit_Name(self, node: ast.Name) -> ast.AST:
-        if node.id not in self.names:
-            return node
+    if isinstance(node, ast.Name) and node.id in names:
         holder = ast.copy_location(ast.Constant(PLACEHOLDER + node.id), node)
         return ast.copy_location(ast.Attribute(holder, "value", node.ctx), node)
+    if isinstance(node, ast.Global) and not names.isdisjoint(node.names):
+        left = [n for n in node.names if n not in names]
+        return ast.copy_location(ast.Global(left) if left else ast.Pass(), node)
+    return node
 
-    def visit_Global(self, node: ast.Global) -> ast.AST:
-        names = [n for n in node.names if n not in self.names]
-        if names:
-            return ast.copy_location(ast.Global(names), node)
-        return ast.copy_location(ast.Pass(), node)
+
+def _globals_to_attributes(root: ast.AST, names: AbstractSet[str]) -> None:
+    """In place, everywhere below `root`. A plain loop: an `ast.NodeTransformer` takes four times as
+    long, while torch is being imported."""
+    todo = [root]
+    while todo:
+        node = todo.pop()
+        for field in node._fields:
+            value = getattr(node, field, None)
+            if isinstance(value, ast.AST):
+                new = _replaced(value, names)
+                setattr(node, field, new)
+                todo.append(new)
+            elif isinstance(value, list):
+                for i, item in enumerate(value):
+                    if isinstance(item, ast.AST):
+                        value[i] = _replaced(item, names)
+                        todo.append(value[i])
 
 
 def embed(code: CodeType, values: Mapping[str, object]) -> CodeType:
@@ -114,8 +126,8 @@ def _last_line(code: CodeType) -> int:
     return max([line or 0 for _, _, line in code.co_lines()] + inner)
 
 
-def _definition(function: FunctionType) -> tuple[ast.FunctionDef, int]:
-    """The parsed `def` of `function` without its decorators, and the file line it starts at."""
+def _definition(function: FunctionType, *, first_line: int = 1) -> ast.FunctionDef:
+    """The parsed `def` of `function` without its decorators, as if it began at `first_line`."""
     # Not inspect.getsource, which looks through all of sys.modules, nor a parse of the whole file:
     # this runs while torch is being imported. The text ends with the last instruction's line, or a
     # few lines later where that is in the middle of a statement.
@@ -123,14 +135,15 @@ def _definition(function: FunctionType) -> tuple[ast.FunctionDef, int]:
     lines = linecache.getlines(code.co_filename, function.__globals__)
     first, last = code.co_firstlineno, _last_line(code)
     for end in range(last, min(last + 40, len(lines)) + 1):
+        source = textwrap.dedent("".join(lines[first - 1 : end]))
         try:
-            tree = ast.parse(textwrap.dedent("".join(lines[first - 1 : end])))
+            tree = ast.parse("\n" * (first_line - 1) + source)
         except SyntaxError:
             continue
         node = tree.body[0] if len(tree.body) == 1 else None
         if isinstance(node, ast.FunctionDef) and node.name == code.co_name:
             node.decorator_list = []
-            return node, first
+            return node
         break
     raise SourceDrift(f"no readable source for {function.__qualname__}")
 
@@ -152,10 +165,14 @@ def recompile(function: FunctionType, change: Callable[[ast.FunctionDef], ast.AS
     Raises `SourceDrift` where the source cannot be had or the result would not fit the function
     (other arguments, other free variables, another kind of function).
     """
+    body = ast.fix_missing_locations(change(_definition(function)))
+    ast.increment_lineno(body, function.__code__.co_firstlineno - 1)
+    return _compiled(function, body)
+
+
+def _compiled(function: FunctionType, body: Any) -> CodeType:
+    """Code for `function` from its changed definition, whose nodes all have their lines."""
     old = function.__code__
-    node, first_line = _definition(function)
-    body: Any = ast.fix_missing_locations(change(node))
-    ast.increment_lineno(body, first_line - 1)
     parts = function.__qualname__.split(".")
     if len(parts) > 1 and parts[-2] != "<locals>":  # private names are mangled by the class
         shell = ast.parse(f"class {parts[-2]}: pass").body[0]
@@ -168,7 +185,7 @@ def recompile(function: FunctionType, change: Callable[[ast.FunctionDef], ast.AS
         scope.body.append(body)
         body = scope
     unit = compile(
-        ast.fix_missing_locations(ast.Module([body], [])),
+        ast.Module([body], []),
         old.co_filename,
         "exec",
         flags=old.co_flags & _FUTURE_FLAGS,
@@ -190,11 +207,22 @@ def recompile(function: FunctionType, change: Callable[[ast.FunctionDef], ast.AS
 
 def rewrite_globals(function: FunctionType, holders: Mapping[str, object]) -> CodeType:
     """Code for `function` in which each global `name` is `holders[name].value`."""
-    new = recompile(function, _GlobalsToAttributes(holders.keys()).visit)
-    for name in holders:
+    return _with_holders(_without_globals(function, holders), holders)
+
+
+def _without_globals(function: FunctionType, names: Iterable[str]) -> CodeType:
+    """Code for `function` with placeholders for the globals `names`."""
+    node = _definition(function, first_line=function.__code__.co_firstlineno)
+    _globals_to_attributes(node, frozenset(names))
+    new = _compiled(function, node)
+    for name in names:
         if uses_global(new, name):
             raise SourceDrift(f"{function.__qualname__} still uses the global {name} rewritten")
-    return embed(new, {PLACEHOLDER + name: holder for name, holder in holders.items()})
+    return new
+
+
+def _with_holders(code: CodeType, holders: Mapping[str, object]) -> CodeType:
+    return embed(code, {PLACEHOLDER + name: holder for name, holder in holders.items()})
 
 
 def thread_value(
@@ -233,7 +261,7 @@ class _ShadowedGlobal(AttrSlot):
         return "restored"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ThreadLocal(Edit):
     """Give every thread its own value of the global `module.name`, starting from `default`.
 
@@ -270,7 +298,7 @@ class ThreadLocal(Edit):
         return _build(self.module, (self,))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ThreadLocals(Edit):
     """Several `ThreadLocal` of one module that share functions, which are rewritten once."""
 
@@ -300,6 +328,33 @@ def _users(module: ModuleType, names: Sequence[str]) -> dict[FunctionType, list[
     return users
 
 
+class _Rewritten:
+    """A function's code without the globals `names`, and the code it was made from."""
+
+    def __init__(self, function: FunctionType, names: Sequence[str]) -> None:
+        self.function, self.names, self.before = function, names, function.__code__
+        self.after = _without_globals(function, names)
+
+    def is_current(self) -> bool:
+        return self.function.__code__ is self.before
+
+
+# What `_inspect` made, for the `_build` that comes right after it: rewriting is most of the work,
+# and is done while torch is being imported.
+_inspected: Final[
+    dict[tuple[str, ...], tuple[tuple[int, ...], dict[FunctionType, _Rewritten]]]
+] = {}
+
+
+def _content(module: ModuleType) -> tuple[int, ...]:
+    """Differs for a module of the same name that is another, or has been executed again."""
+    return tuple(map(id, (vars(module), *vars(module).values())))
+
+
+def _key(module_name: str, variables: Sequence[ThreadLocal]) -> tuple[str, ...]:
+    return (module_name, *(v.name for v in variables))
+
+
 def _inspect(module_name: str, variables: Sequence[ThreadLocal]) -> Finding:
     module = sys.modules[module_name]
     for name in (name for v in variables for name in v.fixed_by):
@@ -314,10 +369,10 @@ def _inspect(module_name: str, variables: Sequence[ThreadLocal]) -> Finding:
     if unused:
         return Finding("drifted", f"no function of {module_name} uses the global {min(unused)}")
     try:
-        for function, names in users.items():
-            rewrite_globals(function, dict.fromkeys(names))
+        rewritten = {f: _Rewritten(f, names) for f, names in users.items()}
     except SourceDrift as e:
         return Finding("drifted", str(e))
+    _inspected[_key(module_name, present)] = _content(module), rewritten
     where = ", ".join(v.name for v in present)
     used_by = ", ".join(f.__qualname__ for f in users)
     if not present:
@@ -329,9 +384,12 @@ def _build(module_name: str, variables: Sequence[ThreadLocal]) -> list[Slot]:
     module = sys.modules[module_name]
     present = _present(module, variables)
     stores: dict[str, Any] = {v.name: v.make_holder(vars(module)[v.name]) for v in present}
+    content, rewritten = _inspected.pop(_key(module_name, present), (None, {}))
+    if content != _content(module) or not all(r.is_current() for r in rewritten.values()):
+        rewritten = {f: _Rewritten(f, names) for f, names in _users(module, list(stores)).items()}
     slots: list[Slot] = [
-        CodeSlot(function, rewrite_globals(function, {name: stores[name] for name in names}))
-        for function, names in _users(module, list(stores)).items()
+        CodeSlot(function, _with_holders(r.after, {name: stores[name] for name in r.names}))
+        for function, r in rewritten.items()
     ]
     for variable in present:
         before = variable.default

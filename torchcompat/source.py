@@ -8,8 +8,15 @@ tokenised forms differ for up to all of them).
 from __future__ import annotations
 
 import inspect
+import linecache
+import re
+import sys
 import textwrap
-from typing import Any
+import tokenize
+from types import FunctionType
+from typing import Any, Final
+
+_HEADS: Final = ("def ", "class ", "async def ")
 
 
 def parameters(function: Any) -> tuple[str, ...] | None:
@@ -23,10 +30,70 @@ def parameters(function: Any) -> tuple[str, ...] | None:
 def text(function: Any) -> str | None:
     """The normalised source of a function or class, through wrappers; None if it cannot be had."""
     try:
-        lines = inspect.getsource(inspect.unwrap(function)).splitlines()
-    except (OSError, TypeError, ValueError):
+        lines = [line.rstrip() for line in _lines(inspect.unwrap(function))]
+    except (OSError, TypeError, ValueError, SyntaxError, tokenize.TokenError):
         return None
-    return textwrap.dedent("\n".join(line.rstrip() for line in lines)).strip("\n") + "\n"
+    return textwrap.dedent("\n".join(lines)).strip("\n") + "\n"
+
+
+def _lines(value: Any) -> list[str]:
+    """What `inspect.getsourcelines` gives, without its search through all of `sys.modules` and,
+    for a class before Python 3.13, its parse of the whole file."""
+    following = _lines_from(value)
+    return inspect.getblock(following) if following else inspect.getsourcelines(value)[0]
+
+
+def _lines_from(value: Any) -> list[str]:
+    """The file's lines from the first of `value` on; none where they are not easily found."""
+    if isinstance(value, FunctionType):
+        start = value.__code__.co_firstlineno
+        lines = linecache.getlines(value.__code__.co_filename, value.__globals__)
+    elif isinstance(value, type):
+        lines = _lines_of_module(value.__module__)
+        start = _line_of_class(value, lines)
+    else:
+        return []
+    return lines[start - 1 :] if start > 0 else []
+
+
+def _contains_all(function: Any, anchors: tuple[str, ...]) -> bool:
+    """Whether a first look at the source, which may end too early, finds all anchors.
+
+    `text` finds the end with a tokenizer, in Python before 3.12; this runs while torch is being
+    imported."""
+    lines = _lines_from(inspect.unwrap(function))
+    seen = textwrap.dedent("\n".join(line.rstrip() for line in _first_block(lines)))
+    return all(anchor in seen for anchor in anchors)
+
+
+def _first_block(lines: list[str]) -> list[str]:
+    """From decorators and `def` or `class` to the first line of code that is no further right."""
+    if not lines or not lines[0].lstrip().startswith(("@", *_HEADS)):
+        return []
+    indent = len(lines[0]) - len(lines[0].lstrip())
+    inside = False
+    for i, line in enumerate(lines):
+        inner = line.lstrip()
+        if inner and len(line) - len(inner) <= indent:
+            if inside:
+                return lines[:i]
+            inside = inner.startswith(_HEADS)
+    return lines
+
+
+def _lines_of_module(name: str) -> list[str]:
+    names = vars(sys.modules[name]) if name in sys.modules else {}
+    return linecache.getlines(names.get("__file__") or "", names)
+
+
+def _line_of_class(cls: type, lines: list[str]) -> int:
+    """Where the class's source begins; 0 where that takes more than a look at the lines: it is
+    decorated, not at the top level, or there are several of the name."""
+    opening = re.compile(rf"class {re.escape(cls.__qualname__)}\b")
+    found = [number for number, line in enumerate(lines, 1) if opening.match(line)]
+    if len(found) != 1 or (found[0] > 1 and lines[found[0] - 2].strip()):
+        return 0
+    return found[0]
 
 
 def digest(function: Any) -> str | None:
@@ -52,6 +119,8 @@ def drift(
         shown = "no readable signature" if found is None else f"({', '.join(found)})"
         return f"takes {shown}, not ({', '.join(signature)})"
     if not anchors and not hashes:
+        return None
+    if not hashes and _contains_all(function, anchors):
         return None
     source = text(function)
     if source is None:

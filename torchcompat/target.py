@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -21,14 +22,15 @@ class Target:
     module: str
     path: tuple[str, ...]
 
-    @classmethod
-    def parse(cls, text: str) -> Target:
+    @staticmethod
+    @functools.cache  # as many as there are edits
+    def parse(text: str) -> Target:
         """Raises `ValueError` for anything but `package.module:Name.attribute`."""
         module, colon, path = text.partition(":")
         names = [*module.split("."), *path.split(".")]
         if not colon or not all(name.isidentifier() for name in names):
             raise ValueError(f"target {text!r} is not of the form 'package.module:Name.attribute'")
-        return cls(module, tuple(path.split(".")))
+        return Target(module, tuple(path.split(".")))
 
     def __str__(self) -> str:
         return f"{self.module}:{'.'.join(self.path)}"

@@ -193,6 +193,33 @@ def engine_of() -> Iterator[Callable[..., Engine]]:
         assert engine._hook not in sys.meta_path
 
 
+# What torch does at its end since 2.5 (`_import_device_backends`), told here in its own words.
+BACKENDS = """
+import os
+from importlib.metadata import entry_points
+if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1":
+    for point in entry_points(group="torch.backends"):
+        try:
+            point.load()()
+        except Exception as e:
+            raise RuntimeError(f"backend {point.name} failed") from e
+"""
+
+
+def _install_door(folder: Path) -> None:
+    """Make this checkout known in `folder` as a distribution with the entry points of its
+    pyproject.toml, whatever else is or is not installed."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    _, table = text.split('[project.entry-points."torch.backends"]')
+    entries = table.split("\n[")[0].replace('"', "")
+    info = folder / "torchcompat_dflash-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torchcompat-dflash\nVersion: 0.1\n"
+    )
+    (info / "entry_points.txt").write_text(f"[torch.backends]\n{entries}")
+
+
 class World:
     """Fresh processes in which `torch` is a fake and the plugin `acme` is installed."""
 
@@ -217,6 +244,11 @@ class World:
         entry = f"[torchcompat.patches]\n{name} = {value or name}\n"
         self.write(f"{info}/entry_points.txt", entry)
 
+    def door(self) -> None:
+        """Let `import torch` call `autoload.init`, as torch does where we are installed."""
+        _install_door(self.folder)
+        self.write("torch/__init__.py", BACKENDS)
+
     def run(self, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
         environ = {**os.environ, "PYTHONPATH": f"{self.folder}{os.pathsep}{ROOT}", **env}
         return subprocess.run(
@@ -239,3 +271,8 @@ class World:
 @pytest.fixture
 def world(tmp_path: Path) -> World:
     return World(tmp_path)
+
+
+@pytest.fixture
+def install_door() -> Callable[[Path], None]:
+    return _install_door

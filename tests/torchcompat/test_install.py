@@ -216,5 +216,5 @@ def test_names_that_still_mean_the_original(leaf: Any, monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "torch.user", user)
     slot = AttrSlot(leaf, "compute", wrapped(leaf.compute))
     assert stale_aliases([slot]) == [
-        f"torch.user.calc still is the original of {leaf.__name__}:compute"
+        (slot, f"torch.user.calc still is the original of {leaf.__name__}:compute")
     ]

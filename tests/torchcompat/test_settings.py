@@ -12,7 +12,7 @@ from torchcompat.errors import ConfigError
 
 def pyproject(folder: Path, text: str) -> None:
     folder.mkdir(exist_ok=True)
-    (folder / "pyproject.toml").write_text(text)
+    (folder / "pyproject.toml").write_bytes(text.encode("latin-1"))
 
 
 def test_defaults(tmp_path: Path) -> None:
@@ -59,7 +59,9 @@ def test_plugins(tmp_path: Path, env: str, plugins: object) -> None:
     ("env", "message"),
     [
         ({"TORCHCOMPAT": "yes"}, "TORCHCOMPAT is 'yes'; it can be on, off or strict"),
-        ({"TORCHCOMPAT_DISABEL": "x"}, "TORCHCOMPAT_DISABEL: did you mean TORCHCOMPAT_DISABLE"),
+        ({"TORCHCOMPAT_DISABEL": "x"}, "TORCHCOMPAT_DISABEL: did you mean 'TORCHCOMPAT_DISABLE'"),
+        ({"TORCHCOMPAT_AUT": "x"}, "TORCHCOMPAT_AUT: did you mean 'TORCHCOMPAT_AUTO'"),
+        ({"TORCHCOMPAT_ZZZZ_QQQQQQQ": ""}, "_QQQQQQQ: known: .*TORCHCOMPAT_AUTO.*_PLUGINS"),
     ],
 )
 def test_environment_that_means_nothing(tmp_path: Path, env: dict[str, str], message: str) -> None:
@@ -67,8 +69,15 @@ def test_environment_that_means_nothing(tmp_path: Path, env: dict[str, str], mes
         load(env, tmp_path)
 
 
-def test_others_variables_are_theirs(tmp_path: Path) -> None:
-    assert load({"TORCHCOMPAT_REPRO_APPLY": "1"}, tmp_path) == Settings()
+def test_variables_read_elsewhere(tmp_path: Path) -> None:
+    ours = {"TORCHCOMPAT_REPRO_APPLY": "1", "TORCHCOMPAT_AUTO": "1"}
+    assert load({**ours, "TORCHCOMPATIBLE": "theirs"}, tmp_path) == Settings()
+
+
+def test_off_is_off_whatever_else_is_wrong(tmp_path: Path) -> None:
+    pyproject(tmp_path, "[tool.torchcompat]\nmoed = 'on'")
+    settings = load({"TORCHCOMPAT": "off", "TORCHCOMPAT_DISABEL": "x"}, tmp_path)
+    assert (settings.mode, settings.where("mode")) == ("off", "TORCHCOMPAT")
 
 
 @pytest.mark.parametrize(
@@ -79,6 +88,8 @@ def test_others_variables_are_theirs(tmp_path: Path) -> None:
         ("[tool.torchcompat]\ndisable = 3", "disable is 3; it must be a list"),
         ("[tool.torchcompat]\ndisable = [3]", "must be a list of names"),
         ("[tool.torchcompat\n", "is no TOML"),
+        ("# torchcompat \xff", "is no TOML"),
+        ("[tool]\ntorchcompat = 1", "tool.torchcompat is 1; it must be a table"),
     ],
 )
 def test_file_that_means_nothing(tmp_path: Path, text: str, message: str) -> None:

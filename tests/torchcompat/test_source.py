@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
+import textwrap
 from typing import Any
 
 import pytest
@@ -78,3 +80,86 @@ def test_unbind_dresses_alike(leaf: Any, name: str) -> None:
     inner, dress = unbind(raw)
     assert type(dress(inner)) is type(raw)
     assert callable(inner)
+
+
+SAMPLE = '''
+import functools
+
+def deco(f):
+    return f
+
+@deco
+@functools.lru_cache(
+    maxsize=3,
+)
+def decorated(
+    a,
+) -> int:
+    """Text
+at the margin."""
+    inner = 1  # comment
+    return inner
+
+    # a comment at the end
+def neighbour():
+    return "next door"
+
+class Plain:
+    attribute = 1
+
+    async def method(self):
+        return [
+            2,
+        ]
+
+@deco
+class Decorated:
+    attribute = 3
+
+class Twice:
+    attribute = 4
+
+class Twice:
+    attribute = 5
+
+    class Nested:
+        attribute = 6
+
+short = lambda: (
+    7
+)
+'''
+
+
+@pytest.fixture
+def sample(lib):
+    return lib.load(lib.write("sample", SAMPLE).rpartition(".")[2])
+
+
+def _samples(module):
+    named = [module.decorated, module.neighbour, module.Plain, module.Plain.method, module.short]
+    return [*named, module.deco, module.Decorated, module.Twice, module.Twice.Nested]
+
+
+def test_text_is_what_inspect_gives(sample):
+    for value in _samples(sample):
+        stock = inspect.getsource(inspect.unwrap(value)).splitlines()
+        expected = textwrap.dedent("\n".join(line.rstrip() for line in stock)).strip("\n") + "\n"
+        assert source.text(value) == expected, value
+
+
+def test_an_anchor_is_looked_for_in_the_whole_and_nowhere_else(sample):
+    for value in _samples(sample):
+        for line in (source.text(value) or "").splitlines():
+            assert source.drift(value, None, (line,)) is None, (value, line)
+    assert "no longer contains" in source.drift(sample.decorated, None, ("next door",))
+    assert "no longer contains" in source.drift(sample.Plain, None, ("attribute = 3",))
+    assert "no longer contains" in source.drift(sample.Plain.method, None, ("@deco",))
+
+
+def test_a_plain_source_is_read_without_a_tokenizer(sample, monkeypatch):
+    """Without `inspect`'s searches for the module and for the end: torch is being imported."""
+    monkeypatch.setattr(inspect, "getblock", None)
+    monkeypatch.setattr(inspect, "getsourcelines", None)
+    assert source.drift(sample.Plain, None, ("return [", "attribute = 1")) is None
+    assert source.drift(sample.neighbour, (), ("next door",)) is None

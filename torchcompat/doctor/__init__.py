@@ -1,0 +1,1 @@
+"""`torchcompat doctor`: one page on what is here, what is wrong with it, and what to do next."""
