@@ -62,7 +62,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     try:
         build = _build()
         return (
-            None if build is None else f"torchcompat: {build}, {_count_applied()} patches applied"
+            None if build is None else f"torchcompat: {build}, patches applied: {_count_applied()}"
         )
     except Exception as e:  # noqa: BLE001 - a header must not end other people's runs
         return f"torchcompat: {type(e).__name__}: {e}"
@@ -306,10 +306,10 @@ class NeedCheck(PatchCheck):
     def runtest(self) -> None:
         from torchcompat.engine import ENGINE
         from torchcompat.prove import prove
-        from torchcompat.verdict import SETTLED, State
+        from torchcompat.verdict import State
 
         verdict = self.plan[self.patch_id]
-        if verdict.state in (State.FIXED, State.NOT_AFFECTED) or verdict.state not in SETTLED:
+        if verdict.state not in (State.OK, State.APPLIED):
             pytest.skip(f"{self.patch_id} is {verdict.state}: {verdict.reason}")
         run = prove(ENGINE.registered(self.patch_id), unpatched_only=True).unpatched
         if run.status == 2:
