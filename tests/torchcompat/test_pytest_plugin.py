@@ -338,7 +338,7 @@ def test_what_a_test_leaves_behind_is_an_error(acme: Any, how: str) -> None:
     done = run(acme, LEAKY, "-rE", *(["--torchcompat-leaks"] if how == "option" else []))
     errors = [line for line in done.stdout.splitlines() if line.startswith("ERROR test_it")]
     said = {line.split(" - ")[0].rpartition("::")[2] for line in errors}
-    names = "patches taken call code flag patcher mode finder".split()
+    names = ["patches", "taken", "call", "code", "flag", "patcher", "mode", "finder"]
     assert said == {f"test_{name}" for name in names}, done.stdout
     for text in (
         "the test left behind: patches applied: acme:negate (use",
