@@ -94,6 +94,7 @@ class Conformance:
     ids: ClassVar[tuple[str, ...] | None] = None
     reproducers: ClassVar[bool] = True
     backends: ClassVar[tuple[str, ...]] = ("eager", "aot_eager")
+    orders: ClassVar[tuple[str, ...]] = ORDERS
 
     # -- which patches
 
@@ -117,7 +118,7 @@ class Conformance:
         if "backend" in metafunc.fixturenames:
             metafunc.parametrize("backend", self.backends)
         if "order" in metafunc.fixturenames:
-            metafunc.parametrize("order", ORDERS)
+            metafunc.parametrize("order", self.orders)
 
     @pytest.fixture(autouse=True)
     def _stock_torch(self) -> Iterator[None]:
