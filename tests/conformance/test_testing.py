@@ -81,7 +81,7 @@ CHOSEN = "Good or ((Nobody or Unknown) and fits) or (Bad and not good and not or
 #: What each bad patch is found out by; all else is passed.
 FOUND = {
     "visible": "test_nothing_shows_from_outside[acme:visible]",
-    "wrong": "test_compiled_equals_eager_before_with_and_after[eager-acme:wrong]",
+    "wrong": "test_compiled_equals_eager_before_with_and_after[acme:wrong-eager]",
     "idle": "test_the_program_shows_the_fault_without_the_patch_only[acme:idle]",
     "unproved": "test_the_program_shows_the_fault_without_the_patch_only[acme:unproved]",
 }
@@ -118,7 +118,7 @@ def test_a_plugins_author_runs_the_suite_over_his_patches(tmp_path: Path) -> Non
     assert "there is no patch of plugin 'nobody'" in done.stdout
     assert "unknown patches: ['acme:goood']" in done.stdout
     for name, test in FOUND.items():
-        of_this = {f for f in failed if f.startswith("TestBad") and f"acme:{name}]" in f}
+        of_this = {f for f in failed if f.startswith("TestBad") and f"acme:{name}" in f}
         assert of_this == {f"TestBad::{test}"}, (name, done.stdout[-6000:])
     stays = "TestBad::test_applied_twice_and_taken_away_everything_is_as_it_was[acme:stays]"
     assert stays in failed
