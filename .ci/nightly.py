@@ -67,9 +67,7 @@ def install() -> int:
     """torch alone from its source, so that no other index can offer a release instead; then what
     torch and this checkout need, from pip's own indexes."""
     options, place = source()
-    # pip's own settings would add indexes and folders with releases in them.
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_EXTRA", "PIP_FIND"))}
-    environ["PIP_CONFIG_FILE"] = os.devnull
+    environ = without_other_places()
     with tempfile.TemporaryDirectory() as folder:
         quick = ["--retries", "1", "--timeout", "20", "--quiet", "--dest", folder]
         found = pip(["download", "--pre", "--no-deps", *quick, *options, "torch"], environ)
@@ -85,6 +83,18 @@ def install() -> int:
     if done.returncode:
         print(done.stderr.strip()[-2000:], file=sys.stderr)
     return 2 if done.returncode else 0
+
+
+def without_other_places() -> dict[str, str]:
+    """For a pip that looks nowhere but where it is told to, and still gets through to it: a folder
+    or an index of the user's settings may have releases that sort after every nightly."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_EXTRA", "PIP_FIND"))}
+    for line in pip(["config", "list"], dict(os.environ)).stdout.splitlines():
+        name, _, value = line.partition("=")
+        key = name.rpartition(".")[2].replace("-", "_").upper()
+        if key in ("CERT", "CLIENT_CERT", "PROXY", "TRUSTED_HOST"):
+            environ.setdefault(f"PIP_{key}", value.strip("'\""))
+    return environ | {"PIP_CONFIG_FILE": os.devnull}
 
 
 def pip(arguments: list[str], environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
