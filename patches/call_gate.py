@@ -23,6 +23,8 @@ from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any, Final, NoReturn
 
+from torchcompat.activity import Doing
+
 _EVAL_FRAME: Final = "torch._dynamo.eval_frame"
 _CONVERT_FRAME: Final = "torch._dynamo.convert_frame"
 _ENTRY: Final = "_callback_from_stance"
@@ -101,6 +103,7 @@ class CallGate:
         self._places = places
         self._changed = threading.Condition()
         self._closed_by: int | None = None
+        self._purpose = ""
         self._depth = 0
         self._before_gate: set[int] = set()
         self._diverted: Callable[[], None] | None = None
@@ -118,7 +121,8 @@ class CallGate:
                 f"{purpose} was called while this thread compiles: it would take away the code "
                 "that the compile is for. Call it before or after the compiled call."
             )
-        self._close(purpose, time.monotonic() + TIMEOUT_S)
+        with Doing("wait_calls", purpose, self._closed_by):
+            self._close(purpose, time.monotonic() + TIMEOUT_S)
         try:
             yield
         finally:
@@ -133,7 +137,7 @@ class CallGate:
             left = deadline - time.monotonic()
             if not self._changed.wait_for(lambda: self._closed_by is None, left):
                 self._refuse(purpose, "another thread's reset does not end")
-            self._closed_by, self._depth = me, 1
+            self._closed_by, self._depth, self._purpose = me, 1, purpose
             self._divert()
         try:
             pause = 0.0002
@@ -198,6 +202,7 @@ class CallGate:
             while self._closed_by not in (None, me):
                 self._before_gate.add(me)
                 try:
-                    self._changed.wait()
+                    with Doing("wait_gate", self._purpose, self._closed_by):
+                        self._changed.wait()
                 finally:
                     self._before_gate.discard(me)

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any, Final
 
+from torchcompat.activity import Doing
 from torchcompat.errors import SourceDrift
 from torchcompat.patch import Code, Patch, Wrap
 from torchcompat.rewrite import PLACEHOLDER, embed, recompile
@@ -110,6 +111,18 @@ def _fits(entry: Any, backend: Any, region: int, f_locals: dict[str, Any]) -> bo
         return False
 
 
+class _Flight(Doing):
+    """One thread's way through the lock, for `torchcompat.threads` to see. `arrived`: when it came,
+    by the clock of `_Flights`."""
+
+    __slots__ = ("arrived",)
+
+    def __init__(self, code: CodeType, arrived: int) -> None:
+        lock = getattr(sys.modules.get(_CONVERT_FRAME), "compile_lock", None)
+        super().__init__("wait_compile", code, lock)
+        self.arrived = arrived
+
+
 class _Flights:
     """What the new code calls, as a constant in it. `note` and `result_for` run under the lock."""
 
@@ -119,8 +132,8 @@ class _Flights:
         self._refusals: dict[int, tuple[weakref.ref[CodeType], int, Any]] = {}
         self._unfiled: list[tuple[weakref.ref[CodeType], _Unfiled]] = []
 
-    def arrive(self) -> int:
-        return next(self._clock)
+    def flight(self, frame: Any) -> _Flight:
+        return _Flight(frame.f_code, next(self._clock))
 
     def note(self, callback: Any, frame: Any, result: Any) -> Any:
         """Keep what the evaluator does not show yet of a compile's answer; gives `result` back."""
@@ -147,11 +160,12 @@ class _Flights:
     def _forget(self, key: int, _: weakref.ref[CodeType]) -> None:
         self._refusals.pop(key, None)
 
-    def result_for(self, callback: Any, frame: Any, arrived: int) -> tuple[Any] | None:
+    def result_for(self, callback: Any, frame: Any, flight: _Flight) -> tuple[Any] | None:
         """The answer that another thread's compile has for this call, in a tuple."""
+        flight.now("compile")
         code = frame.f_code
         refusal = self._refusals.get(id(code))
-        if refusal is not None and refusal[0]() is code and refusal[1] > arrived:
+        if refusal is not None and refusal[0]() is code and refusal[1] > flight.arrived:
             return (refusal[2],)
         self._unfiled = [pair for pair in self._unfiled if not pair[1].is_over()]
         if _records_more_than_code(callback):
@@ -203,17 +217,19 @@ class _LookAgainUnderLock(ast.NodeTransformer):
         self._inside = True
         self.generic_visit(node)
         self._inside = False
-        arrived, *look = ast.parse(
-            f"_arrived = {PLACEHOLDER!r}.arrive()\n"
-            f"_found = {PLACEHOLDER!r}.result_for(self, frame, _arrived)\n"
+        flight, *look = ast.parse(
+            f"with {PLACEHOLDER!r}.flight(frame) as _flight: pass\n"
+            f"_found = {PLACEHOLDER!r}.result_for(self, frame, _flight)\n"
             "if _found is not None:\n"
             "    return _found[0]\n"
         ).body
-        for part in itertools.chain.from_iterable(ast.walk(s) for s in (arrived, *look)):
+        assert isinstance(flight, ast.With)
+        for part in itertools.chain.from_iterable(ast.walk(s) for s in (flight, *look)):
             if hasattr(part, "lineno"):
                 ast.copy_location(part, node)
         rest = ast.copy_location(ast.With(node.items[1:], node.body), node)
-        return [arrived, ast.copy_location(ast.With(node.items[:1], [*look, rest]), node)]
+        flight.body = [ast.copy_location(ast.With(node.items[:1], [*look, rest]), node)]
+        return flight
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)

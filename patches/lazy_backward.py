@@ -24,6 +24,7 @@ import weakref
 from types import CodeType, FunctionType, TracebackType
 from typing import Any, Final
 
+from torchcompat.activity import Doing
 from torchcompat.choice import FirstOf
 from torchcompat.errors import SourceDrift
 from torchcompat.patch import Code, Patch, Wrap
@@ -55,6 +56,14 @@ def _lock_of(info: Any) -> threading.RLock:
         return lock
 
 
+def _described(info: Any) -> str:
+    """Which graph a backward is of, for `torchcompat.threads`: its function, and torch's number."""
+    codes = getattr(getattr(info, "saved_context", None), "traced_code", None) or ()
+    names = [f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})" for code in codes[:1]]
+    compiled = getattr(getattr(info, "saved_compile_context", None), "compile_id", None)
+    return " ".join([*names, *([] if compiled is None else [f"[{compiled}]"])]) or "a graph"
+
+
 def _may_wait() -> bool:
     convert_frame = sys.modules.get("torch._dynamo.convert_frame")
     compile_lock = getattr(convert_frame, "compile_lock", None)
@@ -67,9 +76,16 @@ class _OneAtATime:
     def __init__(self, info: Any) -> None:
         self._lock = _lock_of(info)
         self._held = False
+        self._doing = Doing("wait_backward", _described(info), self._lock)
 
     def __enter__(self) -> None:
-        self._held = self._lock.acquire(blocking=_may_wait())
+        self._doing.__enter__()
+        try:
+            self._held = self._lock.acquire(blocking=_may_wait())
+        except BaseException:  # Ctrl-C
+            self._doing.__exit__(None, None, None)
+            raise
+        self._doing.now("backward")
         _depth.value += 1
 
     def __exit__(
@@ -81,6 +97,7 @@ class _OneAtATime:
         _depth.value -= 1
         if self._held:
             self._lock.release()
+        self._doing.__exit__(None, None, None)
 
 
 class _Gate:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torchcompat.rewrite import ThreadLocal, ThreadLocals
     from torchcompat.sign import Hazard, Sign
     from torchcompat.target import MISSING
+    from torchcompat.thread_view import threads, threads_every, threads_on_signal
     from torchcompat.verdict import Finding, State, Verdict
 
 __all__ = [
@@ -68,6 +69,9 @@ __all__ = [
     "original",
     "plan",
     "status",
+    "threads",
+    "threads_every",
+    "threads_on_signal",
     "unapply",
 ]
 
@@ -91,6 +95,7 @@ _HOMES = {
     "rewrite": ("ThreadLocal", "ThreadLocals"),
     "sign": ("Hazard", "Sign"),
     "target": ("MISSING",),
+    "thread_view": ("threads", "threads_every", "threads_on_signal"),
     "verdict": ("Finding", "State", "Verdict"),
 }
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
+from torchcompat import thread_view
 from torchcompat.engine import ENGINE
 from torchcompat.errors import ConfigError, TargetNotFound
 from torchcompat.install import AttrSlot, CodeSlot, Slot
@@ -26,6 +27,7 @@ def apply(*, only: Sequence[str] | None = None, strict: bool | None = None) -> R
     under `strict=True` or TORCHCOMPAT=strict: `PatchNotApplied`. `strict=False`: never. Settings or
     ids that mean nothing raise `ConfigError`. Under TORCHCOMPAT=off nothing is done or raised.
     """
+    thread_view.watch_as_told()
     return ENGINE.apply(_names(only), strict)
 
 

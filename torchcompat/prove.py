@@ -111,15 +111,20 @@ def _outcome(patch_id: str, without: Run, patched: Run | None) -> str:
     return FIXED_BY_US if patched is not None and patched.status == 0 else PRESENT
 
 
-def _run(path: Path, *, patched: bool) -> Run:
-    """Run a program in a process of its own; a crash or hang counts as the fault."""
-    # Not the settings, nor TORCHCOMPAT_AUTO, which would patch the run without the patch.
+def child_environ() -> dict[str, str]:
+    """For a process that finds the same torchcompat, and none of the user's settings."""
+    # Nor TORCHCOMPAT_AUTO, which would patch the run without the patch.
     environ = {k: v for k, v in os.environ.items() if not k.startswith("TORCHCOMPAT")}
-    environ["TORCHCOMPAT_REPRO_APPLY"] = "1" if patched else "0"
     root = Path(torchcompat.__file__).parent.parent
     if (root / "pyproject.toml").is_file():  # a checkout, perhaps known by the current directory
         inherited = [environ["PYTHONPATH"]] if environ.get("PYTHONPATH") else []
         environ["PYTHONPATH"] = os.pathsep.join([str(root), *inherited])
+    return environ
+
+
+def _run(path: Path, *, patched: bool) -> Run:
+    """Run a program in a process of its own; a crash or hang counts as the fault."""
+    environ = child_environ() | {"TORCHCOMPAT_REPRO_APPLY": "1" if patched else "0"}
     started = time.monotonic()
     try:
         done = subprocess.run(
