@@ -1,7 +1,7 @@
 """The newest nightly of torch against the newest release: install, judge, test, prove, report.
 
     python .ci/nightly.py install
-    python .ci/nightly.py report [--json] [--output FILE] [-- PYTEST ARGUMENT …]
+    python .ci/nightly.py report [--json] [--output FILE] [--at-once N] [-- PYTEST ARGUMENT …]
 
 Run by `tox -e torch-nightly`, in the environment of the interpreter that runs it. `install` takes
 torch from TORCH_WHEELS (a folder) or TORCH_NIGHTLY_INDEX, and says in one sentence which of them to
@@ -41,6 +41,7 @@ def main() -> int:
     report = commands.add_parser("report", help="what changed against the newest release")
     report.add_argument("--json", action="store_true", help="print JSON")
     report.add_argument("--output", type=Path, help="write the JSON here as well")
+    report.add_argument("--at-once", type=int, default=1, help="proofs that run side by side")
     options = parser.parse_args(arguments)
     if options.command == "install":
         return install()
@@ -172,7 +173,7 @@ def as_json(arguments: list[str]) -> dict[str, Any]:
     return content
 
 
-def gather(pytest_arguments: list[str]) -> dict[str, Any]:
+def gather(pytest_arguments: list[str], at_once: int) -> dict[str, Any]:
     """Everything the report is about. Raises `LookupError`."""
     plan = as_json(["plan"])
     if plan["torch"] is None:
@@ -180,7 +181,7 @@ def gather(pytest_arguments: list[str]) -> dict[str, Any]:
     python = ".".join(plan["python"].split(".")[:2])
     release, before = newest_release(json.loads(RELEASES.read_text()), python)
     tests = run(["-m", "pytest", *pytest_arguments])
-    proofs = as_json(["prove"])["proofs"]
+    proofs = as_json(["prove", "--at-once", str(at_once)])["proofs"]
     return {
         "torch": plan["torch"],
         "python": plan["python"],
@@ -231,7 +232,7 @@ def lines(report: dict[str, Any]) -> list[str]:
 def tell(options: argparse.Namespace, pytest_arguments: list[str]) -> int:
     """Gather, print, write; the exit status."""
     try:
-        report = gather(pytest_arguments)
+        report = gather(pytest_arguments, options.at_once)
     except LookupError as e:
         print(e, file=sys.stderr)
         return 2

@@ -69,13 +69,10 @@ def read(descriptor: int) -> dict[int, list[Frame]]:
     return found
 
 
+_BACKWARD: Final = "torch/_functorch/_aot_autograd/runtime_wrappers.py"
 #: (what it is, in which file, function names); the first that is found on a stack holds.
 _SIGNS: Final[tuple[tuple[Kind, str, frozenset[str]], ...]] = (
-    (
-        "backward",
-        "torch/_functorch/_aot_autograd/runtime_wrappers.py",
-        frozenset({"get_or_compile"}),
-    ),
+    ("backward", _BACKWARD, frozenset({"get_or_compile"})),
     ("export", "torch/export/_trace.py", frozenset({"_export", "_export_for_training"})),
     ("export", "torch/_dynamo/eval_frame.py", frozenset({"export", "inner"})),
     (
@@ -95,11 +92,6 @@ _SIGNS: Final[tuple[tuple[Kind, str, frozenset[str]], ...]] = (
         frozenset({"compile_wrapper", "_fn", "__call__"}),
     ),
 )
-_COMPILERS: Final = (
-    "torch/_functorch/aot_autograd.py",
-    "torch/_inductor/",
-    "torch/_dynamo/backends/",
-)
 _TAKES_COMPILE_LOCK: Final = (
     ("torch/_dynamo/convert_frame.py", "__call__"),
     ("torch/_dynamo/__init__.py", "reset"),
@@ -109,14 +101,15 @@ _TAKES_COMPILE_LOCK: Final = (
 
 def kind_of(frames: Sequence[Frame]) -> tuple[Kind, int]:
     """What a stack is about, and the index of the frame that says so (-1 for `other`)."""
+    for index, frame in enumerate(frames[1:], 1):
+        # Up to 2.11 the backward has no function for it: what it calls tells.
+        is_backward = frame.name == "_backward_impl" and frame.is_in(_BACKWARD)
+        if is_backward and frames[index - 1].name != "call_func_at_runtime_with_args":
+            return "backward", index
     for kind, file, names in _SIGNS:
         for index, frame in enumerate(frames):
             if frame.name in names and frame.is_in(file):
                 return kind, index
-    for index, frame in enumerate(frames):  # up to 2.11 the backward has no function for it
-        is_backward = frame.name == "_backward_impl" and frame.is_in("runtime_wrappers.py")
-        if is_backward and any(f.is_in(c) for f in frames[:index] for c in _COMPILERS):
-            return "backward", index
     return "other", -1
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -214,3 +218,59 @@ def test_the_gate_of_a_reset_names_who_is_in_the_way(patched: None) -> None:
         before_gate = seen(late, lambda v: v.kind == "wait_gate")
         assert before_gate.holder == reset.ident
         assert before_gate.does.startswith("waits at the gate of torch._dynamo.reset(); ")
+
+
+# Stock torch's dead lock of an import and a compile (patch import_lock), which nothing ends.
+CIRCLE = """
+import importlib, os, sys, threading, time
+import torch
+import torchcompat
+folder, = sys.argv[1:]
+sys.path.insert(0, folder)
+x = torch.ones(4)
+torch.compile(lambda y: y + 1, backend="eager")(x)
+sys.inside, sys.go = threading.Event(), threading.Event()
+with open(os.path.join(folder, "half.py"), "w") as file:
+    file.write(
+        "import sys, torch\\n"
+        "def scaled(y): return y * FACTOR\\n"
+        "FACTOR = 3.0\\n"
+        "sys.inside.set()\\n"
+        "assert sys.go.wait(30)\\n"
+        "torch.compile(lambda y: y - 1, backend='eager')(torch.ones(4))\\n"
+    )
+def start(work, name):
+    threading.Thread(target=work, name=name, daemon=True).start()
+start(lambda: importlib.import_module("half"), "importer")
+assert sys.inside.wait(30)
+scaled = sys.modules["half"].scaled
+start(lambda: torch.compile(lambda y: scaled(y) + 1, backend="eager")(x), "compiler")
+end = time.monotonic() + 60
+while not any(v.name == "compiler" and v.kind == "wait_import" for v in torchcompat.threads()):
+    assert time.monotonic() < end, torchcompat.threads()
+sys.go.set()
+while not (view := torchcompat.threads()).circles:
+    assert time.monotonic() < end, view
+print(view, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_dead_lock_of_stock_torch_is_named_as_one(tmp_path: Path) -> None:
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", CIRCLE, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = done.stdout.splitlines()
+    assert lines[1] in (
+        "wait for each other, for ever: importer -> compiler -> importer",
+        "wait for each other, for ever: compiler -> importer -> compiler",
+    )
+    compiler = next(line for line in lines if line.startswith("compiler"))
+    assert "waits for the import of half; importer waits to compile what is called at" in compiler

@@ -151,6 +151,7 @@ MAKE_FX = Frame(f"{TORCH}/fx/experimental/proxy_tensor.py", 9, "_trace_inner")
 WRAPPER = Frame(f"{TORCH}/_dynamo/eval_frame.py", 9, "compile_wrapper")
 BACKWARD = Frame(f"{TORCH}/_functorch/_aot_autograd/runtime_wrappers.py", 9, "get_or_compile")
 OLD_BACKWARD = BACKWARD._replace(name="_backward_impl")
+RUNS = Frame(f"{TORCH}/_functorch/_aot_autograd/utils.py", 9, "call_func_at_runtime_with_args")
 INDUCTOR = Frame(f"{TORCH}/_inductor/compile_fx.py", 9, "compile_fx")
 EXPORT = Frame(f"{TORCH}/export/_trace.py", 9, "_export")
 USER = Frame("/home/train.py", 12, "step")
@@ -168,6 +169,8 @@ USER = Frame("/home/train.py", 12, "step")
         ([MAKE_FX, BACKWARD, USER], "backward"),
         ([INDUCTOR, OLD_BACKWARD, USER], "backward"),
         ([OLD_BACKWARD, USER], "other"),
+        ([USER, RUNS, OLD_BACKWARD, USER], "other"),
+        ([USER, OLD_BACKWARD, USER], "backward"),
         ([DYNAMO._replace(file="/home/convert_frame.py"), USER], "other"),
     ],
 )
