@@ -1,3 +1,5 @@
+"""Compiled autograd leaves marks of its trace in the thread, so that all runs in threads here."""
+
 from __future__ import annotations
 
 import threading
@@ -36,15 +38,16 @@ class Inside:
             assert self.leave.wait(WAIT_S)
             return gradient()
 
+    @staticmethod
+    def alone() -> float:
+        with enable._enable(compiler):
+            return gradient()
+
 
 def test_contexts_of_threads_take_turns(patched: None) -> None:
     inside = Inside()
 
-    def other() -> float:
-        with enable._enable(compiler):
-            return gradient()
-
-    waiting = Worker(other)
+    waiting = Worker(Inside.alone)
     waiting.join(0.2)
     assert waiting.is_alive()
     inside.leave.set()
@@ -53,8 +56,11 @@ def test_contexts_of_threads_take_turns(patched: None) -> None:
 
 
 def test_a_context_inside_a_context_of_the_same_thread(patched: None) -> None:
-    with enable._enable(compiler), enable._enable(compiler):
-        assert gradient() == 6
+    def nested() -> float:
+        with enable._enable(compiler), enable._enable(compiler):
+            return gradient()
+
+    assert Worker(nested).get() == 6
     assert compiled_autograd.depth == 0
 
 
@@ -67,5 +73,4 @@ def test_a_context_that_waits_too_long_raises(
         pass
     inside.leave.set()
     inside.worker.get()
-    with enable._enable(compiler):  # the failure has not kept the lock
-        assert gradient() == 6
+    assert Worker(Inside.alone).get() == 6  # the failure has not kept the lock
