@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from torchcompat.patch import Patch, Wrap
+from torchcompat.sign import Sign
 
 _WAIT_S: Final = 120.0
 
@@ -57,6 +58,18 @@ PATCH = Patch(
             target="torch._dynamo.compiled_autograd:_enable",
             factory=_enable,
             anchors=("set_autograd_compiler(",),
+        ),
+    ),
+    signs=(
+        Sign(text=r"compiled_autograd\._enable\(\) requires no threads in backwards\(\)"),
+        Sign(
+            text="Nested Compiled Autograd Contexts must return before their parent context",
+            in_thread=True,
+        ),
+        Sign(
+            text="Trying to run compiled autograd within another compiled autograd call",
+            in_thread=True,
+            sure=False,  # a backward inside a backward of one thread says the same
         ),
     ),
     repro="repro/compiled_autograd.py",

@@ -20,6 +20,7 @@ import warnings
 from typing import Any, Final
 
 from torchcompat.patch import Patch, Value, Wrap
+from torchcompat.sign import Sign
 
 _EVAL_FRAME: Final = "torch._dynamo.eval_frame"
 
@@ -101,6 +102,13 @@ PATCH = Patch(
             factory=_of_module,
             signature=("self",),
             anchors=("replica.__dict__ = self.__dict__.copy()",),
+        ),
+    ),
+    signs=(
+        Sign(
+            text="RecursionError: maximum recursion depth exceeded",
+            frames=("torch/nn/parallel/parallel_apply.py:_worker",),
+            elsewhere="torch/_dynamo/",
         ),
     ),
     repro="repro/data_parallel.py",

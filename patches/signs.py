@@ -102,23 +102,6 @@ HAZARDS: Final[tuple[Hazard, ...]] = (
         ),
     ),
     Hazard(
-        id="compiled_autograd",
-        title="Compiled autograd is for one thread of the process",
-        advice="Run backward() under compiled autograd in one thread only, or switch it off.",
-        signs=(
-            Sign(text=r"compiled_autograd\._enable\(\) requires no threads in backwards\(\)"),
-            Sign(
-                text="Nested Compiled Autograd Contexts must return before their parent context",
-                in_thread=True,
-            ),
-            Sign(
-                text="Trying to run compiled autograd within another compiled autograd call",
-                in_thread=True,
-                sure=False,  # a backward inside a backward of one thread says the same
-            ),
-        ),
-    ),
-    Hazard(
         id="backward_context",
         title="One backward() that reaches two compiled backwards at once",
         advice="torch 2.14 has it fixed. Before: no graph breaks and one device in that backward.",
@@ -149,18 +132,6 @@ HAZARDS: Final[tuple[Hazard, ...]] = (
             Sign(
                 text=r"Cannot (?:increment|set|update|add) \w+ outside of a MetricsContext",
                 raised_in="torch/_dynamo/metrics_context.py:*",
-            ),
-        ),
-    ),
-    Hazard(
-        id="dataparallel_replicas",
-        title="nn.DataParallel's replicas of a compiled module break the module",
-        advice="Use DistributedDataParallel, or replicate the module first and compile each.",
-        signs=(
-            Sign(
-                text="RecursionError: maximum recursion depth exceeded",
-                frames=("torch/nn/parallel/parallel_apply.py:_worker",),
-                elsewhere="torch/_dynamo/",
             ),
         ),
     ),

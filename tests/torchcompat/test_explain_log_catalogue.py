@@ -19,7 +19,7 @@ SURE = {
     "compile_single_flight": {"compile_single_flight"},
     "cuda_build_without_gpu": {"cuda_build_without_gpu"},
     "cudagraph_threads": {"cudagraph_threads"},
-    "dataparallel_replicas": {"dataparallel_replicas"},
+    "dataparallel_replicas": {"data_parallel"},
     "dynamo_reset": {"dynamo_reset"},
     "export_load": {"export_load"},
     "export_load_two_at_once": {"export_load"},
@@ -56,7 +56,15 @@ MAY_BE = {
     "lazy_graph_module_none": {"lazy_graph_module"},
 }
 #: Patches whose hazard leaves nothing in a log.
-SILENT = {"config_blocks", "is_compiling_flag"}
+SILENT = {
+    "config_blocks",
+    "default_device",
+    "dispatch_mode_flags",
+    "export_live_module",
+    "functional_call",
+    "is_compiling_flag",
+    "pgo_threads",
+}
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ Started by `looking.look_into`; reads a job and writes an answer, both JSON. The
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -66,6 +67,9 @@ class Judging:
         self.world.install({name for name in others if tree.modules(name)})
 
     def is_ready(self, name: str) -> bool:
+        if name in sys.stdlib_module_names:  # not part of any torch, and the same for all
+            importlib.import_module(name)
+            return True
         return self.tree.file_of(name) is not None
 
     def verdicts(self) -> list[Verdict]:
