@@ -88,7 +88,8 @@ def _pieces(
             if last:
                 raise DataError(
                     f"{origin}: the target's chat template does not render the last answer after "
-                    "the prompt that it would be generated from; use data.responses=always"
+                    "the prompt that it would be generated from; use data.responses=always",
+                    kind="answer not rendered after its prompt",
                 )
             continue
         pieces += [(whole[done : len(before)], False), (whole[len(before) : len(after)], True)]
@@ -132,7 +133,10 @@ def _rendered(tokenizer: Any, messages: Messages, origin: str, *, prompt: bool =
             add_generation_prompt=prompt,
         )
     except Exception as error:  # templates are programs: they raise what they like
-        raise DataError(f"{origin}: the target's chat template refuses it: {error}") from error
+        raise DataError(
+            f"{origin}: the target's chat template refuses it: {error}",
+            kind="refused by the chat template",
+        ) from error
     assert isinstance(text, str)
     return text
 
@@ -143,7 +147,8 @@ def _plain(tokenizer: Any, messages: Messages, origin: str, *, prompt: bool) -> 
     if roles not in (["user"], ["user", "assistant"]):
         raise DataError(
             f"{origin}: the target has no chat template, so a conversation is one prompt and at "
-            f"most one answer; this one is {', '.join(roles) or 'empty'}"
+            f"most one answer; this one is {', '.join(roles) or 'empty'}",
+            kind="refused by the chat template",
         )
     begin = getattr(tokenizer, "bos_token", None) or ""
     text = begin + "".join(str(message["content"]) for message in messages)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dflash import __version__
+from dflash.cli_data import add_data, show_data
 from dflash.cli_formats import add_export, add_inspect
 from dflash.config import PRESETS, Config, settings
 from dflash.errors import ConfigError, DFlashError
@@ -100,7 +101,7 @@ def _guarded(arguments: Sequence[str]) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    parser, train_parser = _parsers()
+    parser, with_settings = _parsers()
     options, unknown = parser.parse_known_args(arguments)
     function: Callable[[argparse.Namespace], int] | None = getattr(options, "function", None)
     if function is not None:
@@ -111,7 +112,8 @@ def _run(arguments: Sequence[str]) -> int:
         return function(options)
     flags = [text for text in unknown if text.startswith("-")]
     if flags:
-        known = [text for action in train_parser._actions for text in action.option_strings]
+        chosen = with_settings.get(options.command, with_settings["train"])
+        known = [text for action in chosen._actions for text in action.option_strings]
         raise ConfigError(unknown_name(flags[0].partition("=")[0], known, "flag"))
     if options.command is None:
         parser.print_help()
@@ -119,10 +121,16 @@ def _run(arguments: Sequence[str]) -> int:
     overrides: dict[str, Any] = {
         name: value
         for flag, name in _SHORTHANDS.items()
-        if (value := getattr(options, flag.replace("-", "_"))) is not None
+        if (value := getattr(options, flag.replace("-", "_"), None)) is not None
     }
     overrides |= parse_assignments([*options.settings, *unknown])
+    if options.command == "data":
+        return show_data(options, _resolved(options, overrides))
     return _train(options, overrides)
+
+
+def _resolved(options: argparse.Namespace, overrides: dict[str, Any]) -> Config:
+    return resolve(preset=options.preset or "quickstart", file=options.config, overrides=overrides)
 
 
 def _train(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
@@ -133,9 +141,7 @@ def _train(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
             )
         config = _resumed(options.resume, overrides)
     else:
-        config = resolve(
-            preset=options.preset or "quickstart", file=options.config, overrides=overrides
-        )
+        config = _resolved(options, overrides)
     if options.show_config:
         print(json.dumps(config.to_dict(), indent=2))
         return 0
@@ -151,7 +157,8 @@ def _resumed(run: Path, overrides: dict[str, Any]) -> Config:
     return resume(read_file(path), overrides)
 
 
-def _parsers() -> tuple[_Parser, _Parser]:
+def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
+    """The parser, and those of the commands that take settings."""
     parser = _Parser(
         prog="dflash",
         description="Train DFlash block-diffusion drafters in one process.",
@@ -191,9 +198,10 @@ def _parsers() -> tuple[_Parser, _Parser]:
     for flag, name in _SHORTHANDS.items():
         add(f"--{flag}", metavar=flag.upper().replace("-", "_"), help=f"{known[name][2]} ({name})")
     add("--show-config", action="store_true", help="print the resolved settings and stop")
+    data = add_data(commands)
     add_export(commands)
     add_inspect(commands)
-    return parser, train
+    return parser, {"train": train, "data": data}
 
 
 def _settings_help() -> str:

@@ -14,15 +14,15 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dflash.errors import ConfigError, DataError
 from dflash.schedule import stable_seed
 
-__all__ = ["Conversation", "Split", "parse_line", "read_jsonl", "split"]
+__all__ = ["Conversation", "Rejects", "Split", "parse_line", "read_jsonl", "split"]
 
 _ROLES = ("system", "user", "assistant", "tool")
 # Other names that the second form of a line uses.
@@ -56,16 +56,27 @@ class Split:
     held_out: tuple[Conversation, ...]
 
 
-def read_jsonl(
-    path: Path, *, on_bad: str = "error", limit: int = 0, say: Callable[[str], None] | None = None
-) -> list[Conversation]:
+@dataclass
+class Rejects:
+    """What cannot be used: an error at once (on_bad="error"), or collected and left out."""
+
+    on_bad: str
+    problems: list[DataError] = field(default_factory=list)
+
+    def add(self, problem: DataError) -> None:
+        """Raises `problem` under on_bad="error"."""
+        if self.on_bad == "error":
+            raise problem
+        self.problems.append(problem)
+
+
+def read_jsonl(path: Path, rejects: Rejects, *, limit: int = 0) -> list[Conversation]:
     """The conversations of a file, empty lines left out; the first `limit` of them, 0 = all.
 
-    Raises DataError with file and line for the first line that is no conversation; with
-    `on_bad="skip"` such lines are left out, and `say` is told how many and why the first was.
+    A line that is no conversation goes to `rejects`. Raises DataError for a file that cannot be
+    read or holds no conversation at all.
     """
     found: list[Conversation] = []
-    bad: list[DataError] = []
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
@@ -76,17 +87,14 @@ def read_jsonl(
                 try:
                     found.append(parse_line(line, path, number))
                 except DataError as error:
-                    if on_bad == "error":
-                        raise
-                    bad.append(error)
+                    rejects.add(error)
     except OSError as error:
         raise DataError(f"there is no data file {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise DataError(f"is not UTF-8 text: {error.reason}", path) from error
-    if bad and say is not None:
-        say(f"skipped {len(bad)} of {len(bad) + len(found)} lines; the first: {bad[0]}")
     if not found:
-        raise DataError("holds no conversation", path)
+        first = f" (the first of its bad lines: {rejects.problems[0]})" if rejects.problems else ""
+        raise DataError(f"holds no conversation{first}", path)
     return found
 
 
@@ -99,6 +107,7 @@ def parse_line(line: str, path: str | Path, number: int) -> Conversation:
             f'"content": "…"}}, …]}} or {{"prompt": "…"}}',
             path,
             number,
+            kind="not a conversation",
         )
 
     try:

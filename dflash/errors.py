@@ -37,14 +37,21 @@ class ConfigError(DFlashError):
 class DataError(DFlashError):
     """A conversation or a sequence cannot be used.
 
-    ``path`` and ``line`` (1-based) say where it came from; either is None where there is no file.
+    ``path`` and ``line`` (1-based; the row, in a table) say where it came from; either is None
+    where there is no file. ``kind`` is the fault without its particulars, for counting.
     """
 
     def __init__(
-        self, message: str, path: str | Path | None = None, line: int | None = None
+        self,
+        message: str,
+        path: str | Path | None = None,
+        line: int | None = None,
+        *,
+        kind: str = "unusable",
     ) -> None:
         self.path = None if path is None else Path(path)
         self.line = line
+        self.kind = kind
         place = "" if path is None else f"{path}: " if line is None else f"{path}:{line}: "
         super().__init__(f"{place}{message}")
 

@@ -13,14 +13,14 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dflash.chat import Example, encode_conversation, encode_prompt, with_response
 from dflash.config import DataSettings
-from dflash.data import Conversation
+from dflash.data import Conversation, Rejects
 from dflash.errors import DataError
 from dflash.placement import on_device
 from dflash.progress import ProgressBar
@@ -29,23 +29,9 @@ from dflash.run_dir import append_line, read_lines, rewrite_lines
 from dflash.target import Target
 from dflash.workers import StopSignal, share
 
-__all__ = ["Rejects", "training_examples"]
+__all__ = ["check_room", "too_short", "training_examples", "unanswered"]
 
 Messages = tuple[Mapping[str, Any], ...]
-
-
-@dataclass
-class Rejects:
-    """Conversations that cannot be used: an error, or counted and left out."""
-
-    on_bad: str
-    problems: list[str] = field(default_factory=list)
-
-    def add(self, problem: DataError) -> None:
-        """Raises `problem` under on_bad="error"."""
-        if self.on_bad == "error":
-            raise problem
-        self.problems.append(str(problem))
 
 
 def training_examples(
@@ -86,7 +72,7 @@ def training_examples(
         elif draft.written is not None:
             short += 1
         else:
-            rejects.add(_too_short(example, settings.max_length))
+            rejects.add(too_short(example, settings.max_length))
     if short:
         say(f"{short} answers of the target are too short to draft in (one token): left out")
     if rejects.problems:
@@ -116,7 +102,7 @@ class _Draft:
     def of(conversation: Conversation, mode: str) -> _Draft:
         messages, origin = conversation.messages, conversation.origin
         if mode == "never" and not conversation.answered:
-            raise DataError(f"{origin}: it has no response, and data.responses is never")
+            raise unanswered(origin)
         if mode != "always":
             return _Draft(origin, messages, (), wanted=not conversation.answered)
         end, rest = _next_answer(messages)
@@ -216,13 +202,8 @@ class _Writer:
     def _prompt(self, draft: _Draft) -> list[int]:
         target = self._targets[0]
         prompt = encode_prompt(target.tokenizer, draft.messages, draft.origin)
-        room = min(self._settings.max_length, target.spec.max_position_embeddings) - 2
-        if len(prompt) > room:
-            raise DataError(
-                f"{draft.origin}: its prompt has {len(prompt)} tokens, which leaves no room for an "
-                f"answer in data.max_length={self._settings.max_length} (the target reads "
-                f"{target.spec.max_position_embeddings}); raise it, or data.on_bad=skip"
-            )
+        reads = target.spec.max_position_embeddings
+        check_room(prompt, self._settings.max_length, reads, draft.origin)
         return prompt
 
     def _key(self, draft: _Draft, prompt: Sequence[int]) -> str:
@@ -240,9 +221,29 @@ def _example(draft: _Draft, target: Target, settings: DataSettings) -> Example:
     return example.cut(min(settings.max_length, target.spec.max_position_embeddings))
 
 
-def _too_short(example: Example, max_length: int) -> DataError:
+def unanswered(origin: str) -> DataError:
+    """What a conversation without an answer is where the target may not write one."""
+    return DataError(
+        f"{origin}: it has no response, and data.responses is never", kind="without an answer"
+    )
+
+
+def check_room(prompt: Sequence[int], max_length: int, reads: int, origin: str) -> None:
+    """Raises DataError where an answer to `prompt` would not fit; `reads`: the target's limit."""
+    if len(prompt) > min(max_length, reads) - 2:
+        raise DataError(
+            f"{origin}: its prompt has {len(prompt)} tokens, which leaves no room for an "
+            f"answer in data.max_length={max_length} (the target reads {reads}); raise it, or "
+            "data.on_bad=skip",
+            kind="prompt too long",
+        )
+
+
+def too_short(example: Example, max_length: int) -> DataError:
+    """What an example is in which no block can start."""
     return DataError(
         f"{example.origin}: too short for a block: of {len(example.ids)} tokens (data.max_length="
         f"{max_length}) no two in a row are the assistant's; give a longer answer or "
-        "data.on_bad=skip"
+        "data.on_bad=skip",
+        kind="too short for a block",
     )

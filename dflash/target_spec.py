@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dflash.errors import TargetError
 
-__all__ = ["TargetSpec", "output_head"]
+__all__ = ["TargetSpec", "end_tokens", "output_head"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class TargetSpec:
         config = model.config.get_text_config()
         rope = _rope(config)
         heads, embedding = config.num_attention_heads, model.get_input_embeddings().weight
-        eos_ids = _eos_ids(model, tokenizer)
+        eos_ids = end_tokens(model.config, getattr(model, "generation_config", None), tokenizer)
         pad_id = getattr(tokenizer, "pad_token_id", None)
         try:
             spec = TargetSpec(
@@ -102,9 +102,9 @@ def _rope(config: Any) -> dict[str, Any]:
     return dict(nested) if isinstance(nested, dict) else merged
 
 
-def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+def end_tokens(*holders: Any) -> tuple[int, ...]:
+    """Every token that ends a turn, as configs and tokenizer name them, each once."""
     found: list[int] = []
-    holders: Iterable[Any] = (model.config, getattr(model, "generation_config", None), tokenizer)
     for holder in holders:
         value = getattr(holder, "eos_token_id", None)
         for token in value if isinstance(value, (list, tuple)) else (value,):

@@ -31,7 +31,7 @@ from dflash.assemble import (
 )
 from dflash.chat import Example, encode_prompt
 from dflash.config import Config
-from dflash.data import Conversation, Split, read_jsonl, split
+from dflash.data import Conversation, Rejects, Split, read_jsonl, split
 from dflash.drafter import Drafter, DrafterConfig
 from dflash.errors import DataError
 from dflash.evaluate import Evaluation, decoding_threads, evaluate
@@ -69,7 +69,10 @@ def train(config: Config, *, run_path: Path | None, resume_path: Path | None) ->
     report = torchcompat.apply()
     timer = PhaseTimer()
     with timer.phase("model and data"):
-        conversations = read_conversations(config)
+        rejects = Rejects(config.data.on_bad)
+        conversations = read_conversations(config, rejects)
+        if bad := rejects.problems:
+            say(f"skipped {len(bad)} of {len(bad) + len(conversations)} rows; the first: {bad[0]}")
         placement = place(
             config.placement.targets, config.placement.drafters, gpus=torch.cuda.device_count()
         )
@@ -88,13 +91,13 @@ def train(config: Config, *, run_path: Path | None, resume_path: Path | None) ->
     return 0
 
 
-def read_conversations(config: Config) -> list[Conversation]:
-    """All conversations of the configured source. Raises DataError."""
+def read_conversations(config: Config, rejects: Rejects) -> list[Conversation]:
+    """All conversations of the configured source, bad rows to `rejects`. Raises DataError."""
     data = config.data
     if data.source == "humaneval":
         found = humaneval()
         return found[: data.limit] if data.limit else found
-    return read_jsonl(Path(data.source), on_bad=data.on_bad, limit=data.limit, say=say)
+    return read_jsonl(Path(data.source), rejects, limit=data.limit)
 
 
 def held_out_prompts(config: Config, target: Target, parts: Split) -> list[list[int]]:

@@ -6,8 +6,9 @@ first call. And a compiled function keeps one captured graph for all threads, wh
 and outputs they overwrite for each other: silently wrong numbers. torch 2.13 has both per thread.
 
 Graphs in several threads cannot be mended from outside (captures, memory pools and step counters of
-the process are made for one), so one thread has them: the first that asks for any, until it ends.
-Every other thread runs the same compiled code without a graph, and is told so once.
+the process are made for one), so the main thread has them, and autograd's threads while they work
+for it. Every other thread runs the same compiled code without a graph, and is told so once. Which
+thread that is must not depend on who comes first: a program would be right or wrong by chance.
 """
 
 from __future__ import annotations
@@ -36,47 +37,53 @@ def _recognise() -> Finding:
     return Finding("ok", "a compiled function has one CUDA graph for all threads")
 
 
-def _containers() -> Any:
-    """The graph trees of this thread, or of the one that autograd's thread works for; made where
-    there are none, as importing the module makes them for the importing thread."""
+def _given() -> Any:
+    """The graph trees of this thread, or of the one that autograd's thread works for; or None."""
     # Imported by the first capture, so that the patch cannot wait for it.
     trees: Any = importlib.import_module(_TREES)
     torch: Any = sys.modules["torch"]
-    if not hasattr(trees.local, _CONTAINERS):
-        if torch._C._is_key_in_tls(_CONTAINERS):
-            return torch._C._get_obj_in_tls(_CONTAINERS)
-        trees.local.tree_manager_containers = {}
-        trees.local.tree_manager_locks = defaultdict(threading.Lock)
-        # Autograd's threads get these two from the thread that calls backward().
-        for name in (_CONTAINERS, "tree_manager_locks"):
-            torch._C._stash_obj_in_tls(name, getattr(trees.local, name))
-    return getattr(trees.local, _CONTAINERS)
+    mine = getattr(trees.local, _CONTAINERS, None)
+    if mine is None and torch._C._is_key_in_tls(_CONTAINERS):
+        mine = torch._C._get_obj_in_tls(_CONTAINERS)
+    return mine
+
+
+def _made() -> Any:
+    """The same for the main thread, where another one has imported the module: made as importing it
+    makes them."""
+    given = _given()
+    if given is not None:
+        return given
+    trees: Any = sys.modules[_TREES]
+    torch: Any = sys.modules["torch"]
+    trees.local.tree_manager_containers = {}
+    trees.local.tree_manager_locks = defaultdict(threading.Lock)
+    # Autograd's threads get these two from the thread that calls backward().
+    for name in (_CONTAINERS, "tree_manager_locks"):
+        torch._C._stash_obj_in_tls(name, getattr(trees.local, name))
+    return trees.local.tree_manager_containers
 
 
 class _Owner:
-    """The thread that has the graphs, known by its containers, which autograd's threads share."""
+    """The main thread, known by its containers, which autograd's threads share."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._containers: Any = None
-        self._thread: threading.Thread | None = None
         self._told = False
 
     def is_this_thread(self) -> bool:
-        mine = _containers()
-        with self._lock:
-            if self._thread is None or not self._thread.is_alive():
-                self._containers, self._thread = mine, threading.current_thread()
-            return self._containers is mine
+        if threading.current_thread() is threading.main_thread():
+            self._containers = _made()
+            return True
+        return self._containers is not None and self._containers is _given()
 
     def tell_others(self) -> None:
         if not self._told:
             self._told = True
-            owner = "another thread" if self._thread is None else self._thread.name
             warnings.warn(
-                f"CUDA graphs are used in the thread {owner!r} only: up to torch 2.12 they are "
-                "wrong in several threads. This thread runs compiled code without them "
-                "(torchcompat, cudagraph_threads)",
+                "CUDA graphs are used in the main thread only: up to torch 2.12 they are wrong in "
+                f"several threads. The thread {threading.current_thread().name!r} runs compiled "
+                "code without them (torchcompat, cudagraph_threads)",
                 stacklevel=3,
             )
 

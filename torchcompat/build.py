@@ -72,7 +72,8 @@ class TorchBuild:
         return f"torch {self.version} ({self.channel}{git})"
 
 
-def parse_bounds(affects: str) -> list[tuple[str, Version]]:
+@functools.cache
+def parse_bounds(affects: str) -> tuple[tuple[str, Version], ...]:
     """Read ">=2.6.0.dev0,<2.14.0.dev0".
 
     Only `>=` and `<` with a `.devN` bound are bounds that mean the same for releases, nightlies
@@ -91,7 +92,7 @@ def parse_bounds(affects: str) -> list[tuple[str, Version]]:
                 f"write '{match[1]}{version.base_version}.dev0'"
             )
         bounds.append((match[1], version))
-    return bounds
+    return tuple(bounds)
 
 
 def find_build() -> TorchBuild | None:

@@ -13,6 +13,7 @@ TORCHCOMPAT_AUTO is no setting: `autoload` reads it before anything of this pack
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -115,12 +116,19 @@ def _from_env(settings: Settings, environ: Mapping[str, str]) -> Settings:
     return settings
 
 
+# [tool.torchcompat], [tool] with torchcompat.mode, tool = {torchcompat = …}: whatever TOML allows.
+# A project that only names us elsewhere need not pay for a TOML parser.
+_MAY_HAVE_TABLE: Final = re.compile(
+    rb"""(?:tool["']?\s*\.\s*|^\s*|[{,]\s*)["']?torchcompat["']?\s*(?:[].=]|$)""", re.MULTILINE
+)
+
+
 def _from_file(settings: Settings, folder: Path) -> Settings:
     path = next(
         (p for d in (folder, *folder.parents) if (p := d / "pyproject.toml").is_file()), None
     )
     content = path.read_bytes() if path is not None else b""
-    if b"torchcompat" not in content:
+    if not _MAY_HAVE_TABLE.search(content):
         return settings
     if sys.version_info >= (3, 11):  # here for the sake of a quick start
         import tomllib

@@ -11,7 +11,6 @@ SignKind = Literal["error", "log", "dump"]
 
 _ID: Final = re.compile(r"([A-Za-z0-9_.-]+:)?[a-z][a-z0-9_]*")
 _LITERAL_MIN: Final = 12  # characters of plain text that a message must have to stand for itself
-_PLAIN: Final = re.compile(r"[^\\\[\](){}*+?|^$]*")
 _QUANTIFIERS: Final = "?*{"
 
 
@@ -77,11 +76,6 @@ class Sign:
     sure: bool = True
 
     def __post_init__(self) -> None:
-        if not _PLAIN.fullmatch(self.text):  # compiling takes time, and every process pays for it
-            try:
-                re.compile(self.text, re.MULTILINE)
-            except re.error as e:
-                raise ValueError(f"sign {self.text!r}: no regular expression: {e}") from None
         for frame in (*self.frames, *self.absent, *self.beside, self.raised_in or "*:*"):
             split_frame(frame)
         if self.kind not in ("error", "log", "dump"):
@@ -110,7 +104,12 @@ class Sign:
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        return re.compile(self.text, re.MULTILINE)
+        """`text`, ready to be searched. Raises `ValueError` where it is no regular expression: not
+        before, because compiling takes time, and every process that applies patches would pay."""
+        try:
+            return re.compile(self.text, re.MULTILINE)
+        except re.error as e:
+            raise ValueError(f"sign {self.text!r}: no regular expression: {e}") from None
 
     @cached_property
     def places(self) -> tuple[Frame, ...]:

@@ -148,6 +148,12 @@ class Conformance:
         for verdict in verdicts:
             assert verdict.state is State.OK or verdict.state in RESTING, str(verdict)
 
+    def test_signs_can_be_searched(self, patch_id: str) -> None:
+        """Their texts are compiled when a log is read first, long after the patch was loaded."""
+        for wanted in self.fitting() if patch_id == "all" else [patch_id]:
+            for sign in ENGINE.catalog().patches[wanted].patch.signs:
+                assert sign.pattern.pattern == sign.text
+
     def test_applied_twice_and_taken_away_everything_is_as_it_was(self, patch_id: str) -> None:
         torchcompat.apply(only=[patch_id])
         changed = places()

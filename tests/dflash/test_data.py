@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dflash.data import Conversation, parse_line, read_jsonl, split
+from dflash.data import Conversation, Rejects, parse_line, read_jsonl, split
 from dflash.errors import ConfigError, DataError
 
 
@@ -89,25 +89,24 @@ def test_files_are_read_to_the_first_bad_line_or_around_it(tmp_path):
     path = tmp_path / "c.jsonl"
     path.write_text('{"prompt": "a"}\n\nnope\n{"prompt": "b"}\n{"prompt": "c"}\n')
     with pytest.raises(DataError, match=r"c\.jsonl:3"):
-        read_jsonl(path)
-    said = []
-    found = read_jsonl(path, on_bad="skip", say=said.append)
+        read_jsonl(path, Rejects("error"))
+    rejects = Rejects("skip")
+    found = read_jsonl(path, rejects)
     assert [c.messages[0]["content"] for c in found] == ["a", "b", "c"]
-    assert said == [f"skipped 1 of 4 lines; the first: {said[0].split('first: ')[1]}"]
-    assert f"{path}:3" in said[0]
-    assert len(read_jsonl(path, limit=1)) == 1  # the bad line is behind the limit
+    assert [(p.path, p.line, p.kind) for p in rejects.problems] == [(path, 3, "not a conversation")]
+    assert len(read_jsonl(path, Rejects("error"), limit=1)) == 1  # the bad line is behind the limit
     assert [c.origin for c in found] == [f"{path}:{n}" for n in (1, 4, 5)]
 
 
 def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(DataError, match="there is no data file"):
-        read_jsonl(tmp_path / "none.jsonl")
+        read_jsonl(tmp_path / "none.jsonl", Rejects("error"))
     (tmp_path / "empty.jsonl").write_text("\n\n")
     with pytest.raises(DataError, match="holds no conversation"):
-        read_jsonl(tmp_path / "empty.jsonl")
+        read_jsonl(tmp_path / "empty.jsonl", Rejects("error"))
     (tmp_path / "binary.jsonl").write_bytes(b'{"prompt": "\xff\xfe"}\n')
     with pytest.raises(DataError, match="not UTF-8"):
-        read_jsonl(tmp_path / "binary.jsonl")
+        read_jsonl(tmp_path / "binary.jsonl", Rejects("error"))
 
 
 def test_split_is_by_the_seed_and_keeps_the_order():

@@ -21,11 +21,24 @@ def test_where_torch_does_it_the_patch_stands_back() -> None:
     assert state in (("fixed", "not_affected") if hasattr(trees, "_initialize_tls") else ("ok",))
 
 
-def test_a_new_thread_gets_containers_of_its_own() -> None:
-    first = cudagraph_threads._containers()
-    assert cudagraph_threads._containers() is first
-    other = Worker(lambda: (cudagraph_threads._containers(), cudagraph_threads._containers()))
-    assert other.get()[0] is other.get()[1] is not first
+def test_the_main_thread_has_containers_whoever_imported_the_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trees, "local", threading.local())
+    monkeypatch.setattr(
+        cudagraph_threads.sys.modules["torch"]._C, "_is_key_in_tls", lambda _: False
+    )
+    stashed: dict[str, Any] = {}
+    monkeypatch.setattr(
+        cudagraph_threads.sys.modules["torch"]._C, "_stash_obj_in_tls", stashed.__setitem__
+    )
+    first = cudagraph_threads._made()
+    assert cudagraph_threads._made() is cudagraph_threads._given() is first
+    assert stashed == {
+        "tree_manager_containers": first,
+        "tree_manager_locks": trees.local.tree_manager_locks,
+    }
+    assert Worker(cudagraph_threads._given).get() is None
 
 
 @pytest.fixture
@@ -51,21 +64,28 @@ def graphified() -> tuple[Any, list[int]]:
     ), captured
 
 
-def test_one_thread_has_graphs_and_the_others_run_without(owner: Any) -> None:
+def test_the_main_thread_has_graphs_and_the_others_run_without(owner: Any) -> None:
     run, captured = graphified()
-    assert run([1]) == ("graph", 1)
 
     def other() -> Any:
-        with pytest.warns(UserWarning, match="CUDA graphs are used in the thread 'MainThread'"):
+        with pytest.warns(UserWarning, match="CUDA graphs are used in the main thread only"):
             first = run([2])
         return first, run([3])
 
-    assert Worker(other).get() == (("plain", 2), ("plain", 3))
+    assert Worker(other).get() == (("plain", 2), ("plain", 3)), "though it came first"
+    assert run([1]) == ("graph", 1)
+    assert Worker(lambda: run([3])).get() == ("plain", 3)
     assert run([4]) == ("graph", 4)
     assert set(captured) == {threading.get_ident()}
 
 
-def test_when_that_thread_has_ended_the_next_one_has_them(owner: Any) -> None:
+def test_a_thread_that_works_for_the_main_thread_has_them(owner: Any) -> None:
     run, _ = graphified()
-    assert Worker(lambda: run([1])).get() == ("graph", 1)
-    assert run([2]) == ("graph", 2)
+    run([0])
+    of_main = cudagraph_threads._given()
+
+    def for_main() -> Any:  # as autograd's threads are given what the caller of backward() has
+        trees.local.tree_manager_containers = of_main
+        return run([1])
+
+    assert Worker(for_main).get() == ("graph", 1)

@@ -17,7 +17,7 @@ import pytest
 from torchcompat import Hazard, PluginError, Sign, cli
 from torchcompat.logs import explain
 from torchcompat.logs.context import Context
-from torchcompat.logs.signs import known_hazards
+from torchcompat.logs.signs import Known, Signs, known_hazards
 from torchcompat.plugins import Registered
 from torchcompat.verdict import State
 
@@ -310,6 +310,15 @@ def test_a_hazard_without_a_patch(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "there is no patch for it yet" in out
     assert "next: Call torchcompat.apply() and `import torch._dynamo" in out
+
+
+def test_a_sign_that_is_no_regular_expression_is_named_and_passed_over(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bad, good = Sign(text="a long enough text ("), Sign(text="another long text")
+    signs = Signs([Known("acme:p", "title", (bad, good))])
+    assert signs.loose == ("another long text",)
+    assert "acme:p: sign 'a long enough text (': no regular expression" in caplog.text
 
 
 def test_a_plugins_signs_and_hazards(

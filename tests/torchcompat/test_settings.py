@@ -21,6 +21,21 @@ def test_defaults(tmp_path: Path) -> None:
     assert Settings().lines()[0] == "mode = on (default)"
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[ tool . "torchcompat" ]\nmode = "off"',
+        "[tool]\ntorchcompat.mode = 'off'",
+        "[tool]\n  'torchcompat' = {mode = 'off'}",
+        "tool = {x = 1, torchcompat = {mode = 'off'}}",
+        "tool.torchcompat.mode = 'off'",
+    ],
+)
+def test_a_table_in_whatever_form(tmp_path: Path, text: str) -> None:
+    pyproject(tmp_path, text)
+    assert load({}, tmp_path).mode == "off"
+
+
 def test_file_below_environment(tmp_path: Path) -> None:
     text = '[tool.torchcompat]\nmode = "strict"\ndisable = ["a", "b"]\nplugins = "none"\n'
     pyproject(tmp_path, text)
@@ -88,7 +103,7 @@ def test_off_is_off_whatever_else_is_wrong(tmp_path: Path) -> None:
         ("[tool.torchcompat]\ndisable = 3", "disable is 3; it must be a list"),
         ("[tool.torchcompat]\ndisable = [3]", "must be a list of names"),
         ("[tool.torchcompat\n", "is no TOML"),
-        ("# torchcompat \xff", "is no TOML"),
+        ("[tool.torchcompat]\n# \xff", "is no TOML"),
         ("[tool]\ntorchcompat = 1", "tool.torchcompat is 1; it must be a table"),
     ],
 )

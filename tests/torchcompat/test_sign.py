@@ -34,7 +34,6 @@ def test_longest_literal(pattern: str, literal: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"text": "("}, "no regular expression"),
         ({"text": "KeyError"}, "too general"),
         ({"text": "AssertionError|KeyError: a long text"}, "too general"),
         ({"text": "x", "raised_in": "eval_frame.py"}, "not of the form"),
@@ -48,6 +47,12 @@ def test_longest_literal(pattern: str, literal: str) -> None:
 def test_a_sign_that_cannot_be_right(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Sign(**fields)
+
+
+def test_a_text_that_is_no_regular_expression_shows_when_it_is_used() -> None:
+    sign = Sign(text="a long enough text (")
+    with pytest.raises(ValueError, match="no regular expression"):
+        sign.pattern  # noqa: B018
 
 
 def test_frame() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -12,6 +13,8 @@ from torchcompat.logs.streams import Event, Part, Stack
 from torchcompat.patch import Patch
 from torchcompat.plugins import Registered
 from torchcompat.sign import Frame, Hazard, Sign
+
+log = logging.getLogger("torchcompat")
 
 # What the tracebacks of all threads but the main one begin with.
 _THREADS: Final = (
@@ -73,6 +76,11 @@ class Signs:
         self._by_kind: dict[str, list[tuple[str, Sign]]] = {"error": [], "log": [], "dump": []}
         for hazard in known:
             for sign in hazard.signs:
+                try:
+                    sign.pattern  # noqa: B018 - compiled here and now
+                except ValueError as e:  # of one plugin: the others are still good
+                    log.warning("%s: %s", hazard.id, e)
+                    continue
                 self._by_kind[sign.kind].append((hazard.id, sign))
 
     @property
