@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 #: What a block has touched -> puts the block's context back to what it had of its own before.
-Touched = dict[Hashable, Callable[[], None]]
+Touched = dict[Hashable, Callable[[], object]]
 
 
 class _Recording(threading.local):
