@@ -28,6 +28,7 @@ from typing import Any, Final
 
 from torchcompat.patch import Code, Patch, Value, Wrap
 from torchcompat.rewrite import PLACEHOLDER, embed, recompile
+from torchcompat.sign import Sign
 from torchcompat.verdict import Finding
 
 from .own_settings import (
@@ -243,4 +244,10 @@ PATCH = Patch(
     ),
     repro="repro/config_patch_leak.py",
     links=("https://github.com/pytorch/pytorch/issues/118387",),
+    signs=(
+        Sign(  # up to 2.9 the error has no text
+            text=r"^AssertionError(?:: prior should be empty when entering ConfigPatch)?$",
+            raised_in="torch/utils/_config_module.py:__enter__",
+        ),
+    ),
 )

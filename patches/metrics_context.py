@@ -5,7 +5,7 @@ _METRICS_CONTEXT`, which is entered around each compile, forward or lazy backwar
 figure that is set twice or outside of a compile. A forward's compile in one thread and a backward's
 in another, or an export's, share it: the one that begins second finds the other's figures
 (`RuntimeError: Metric(s) {…} have already been set in the current context`), or has its own taken
-away by the other's end (`Cannot update metrics outside of a MetricsContext`). The figures of what is
+away by the other's end (`Cannot update metrics outside of a MetricsContext`). The figures that are
 gathered while compiled code runs (`_RUNTIME_METRICS_CONTEXT`, from 2.7 on) mix alike.
 
 torch 2.11 keeps both in a `threading.local`. Here the two globals become thread-local in place.
