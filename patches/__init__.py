@@ -15,6 +15,7 @@ from torchcompat.patch import Patch
 from torchcompat.sign import Hazard
 
 from . import (
+    backward_context,
     compile_single_flight,
     compile_stance,
     compiled_autograd,
@@ -32,6 +33,7 @@ from . import (
     export_threads,
     fork_guard,
     forward_ad_threads,
+    forward_from_src,
     fullgraph_counter,
     functional_call,
     fx_patcher,
@@ -71,6 +73,7 @@ PATCHES: Final[tuple[Patch, ...]] = (
     export_threads.PATCH,
     export_load.PATCH,
     import_lock.PATCH,
+    backward_context.PATCH,
     compile_stance.PATCH,
     compiled_autograd.PATCH,
     cudagraph_threads.PATCH,
@@ -80,6 +83,7 @@ PATCHES: Final[tuple[Patch, ...]] = (
     export_live_module.PATCH,
     fork_guard.PATCH,
     forward_ad_threads.PATCH,
+    forward_from_src.PATCH,
     fullgraph_counter.PATCH,
     functional_call.PATCH,
     global_state.PATCH,

@@ -63,6 +63,7 @@ SILENT = {
     "default_device",
     "dispatch_mode_flags",
     "export_live_module",
+    "forward_from_src",
     "functional_call",
     "is_compiling_flag",
     "pgo_threads",
