@@ -17,6 +17,7 @@ from typing import Any
 from torchcompat.install import AttrSlot, Slot
 from torchcompat.patch import Patch
 from torchcompat.rewrite import ThreadLocal, thread_value
+from torchcompat.target import MISSING
 
 
 def _own(current: Any) -> Any:
@@ -32,6 +33,7 @@ class _Maker(ThreadLocal):
         for slot in slots:
             if isinstance(slot, AttrSlot):
                 slot.new = inspect.unwrap(slot.new)
+                slot.before = MISSING  # Dynamo's own name for it is meant to stay: no stale alias
         return slots
 
 
