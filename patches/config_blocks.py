@@ -2,7 +2,8 @@
 
 `torch._dynamo.utils.disable_cache_limit` and `torch._higher_order_ops.utils._set_compilation_env`
 assign settings at their beginning and the earlier values at their end, without `config.patch()`.
-Where an assignment is for all threads (patch config_inherit) two such blocks that overlap (two
+Where an assignment is for all threads (up to 2.11, and with the patch config_inherit) two such
+blocks that overlap (two
 threads in `cond`, or in an eager flex_attention) would leave the recompile limit at its largest for
 good, or take a setting from each other.
 
@@ -20,7 +21,7 @@ from typing import Any
 from torchcompat.patch import Code, Patch
 from torchcompat.rewrite import PLACEHOLDER, embed, recompile
 
-from .config_inherit import own_settings, restore_settings
+from .own_settings import Touched, own_settings, restore_settings
 
 
 class Block:
@@ -31,7 +32,7 @@ class Block:
 
     def run(self) -> Iterator[None]:
         generator: Any = self._make()
-        touched: dict[Any, Any] = {}
+        touched: Touched = {}
         try:
             with own_settings(touched):
                 next(generator)
@@ -69,20 +70,20 @@ PATCH = Patch(
         "Two threads inside torch.cond, or inside disable_cache_limit(), put each other's settings "
         "back: the recompile limit stays at its largest, or a trace loses a setting it relies on."
     ),
-    affects=">=2.12.0.dev0",
-    requires=("config_inherit",),
+    affects=">=2.6.0.dev0",
+    requires=("config_inherit", "config_patch_leak"),
     edits=(
         Code(
             target="torch._dynamo.utils:disable_cache_limit",
             factory=_in_block,
             signature=(),
-            anchors=("config.recompile_limit = prior",),
+            anchors=("_limit = prior",),  # called cache_size_limit in 2.6
         ),
         Code(
             target="torch._higher_order_ops.utils:_set_compilation_env",
             factory=_in_block,
             signature=(),
-            anchors=("config.allow_empty_graphs = _old_allow_empty_graphs",),
+            anchors=("_old_is_tracing",),  # in 2.6 it assigns no settings yet
         ),
     ),
     repro="repro/config_blocks.py",

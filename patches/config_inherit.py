@@ -14,10 +14,8 @@ generation. In 2.12 those caches are shared while the values are not; there the 
 
 from __future__ import annotations
 
+import functools
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Final
 
@@ -26,17 +24,17 @@ from torchcompat.patch import Edit, Patch
 from torchcompat.sign import Sign
 from torchcompat.verdict import Finding
 
+from .own_settings import (
+    Touched,
+    closure_patcher,
+    hash_anew,
+    own_settings,
+    restore_settings,
+    touched_now,
+)
+
 _MODULE: Final = "torch.utils._config_module"
 _NEEDED: Final = ("ConfigModule", "_ConfigEntry", "install_config_module", "_UNSET_SENTINEL")
-
-
-class _Recording(threading.local):
-    """While a `config.patch()` begins or ends in this thread: what it touches, as it was."""
-
-    touched: dict[Override, Any] | None = None
-
-
-_recording: Final = _Recording()
 
 
 class _Generation:
@@ -69,8 +67,9 @@ class Override:
 
     def set(self, value: Any) -> Any:
         own = self.variable.get()
-        if _recording.touched is not None:
-            _recording.touched.setdefault(self, own)
+        touched = touched_now()
+        if touched is not None:
+            touched.setdefault(self, functools.partial(self.variable.set, own))
             return self.variable.set(value)
         if own is not self._unset:  # inside a patch of this very setting
             return self.variable.set(value)
@@ -85,9 +84,6 @@ class Override:
             self._generation.number += 1
         else:
             self.variable.reset(token)
-
-    def back_to(self, own: Any) -> None:
-        self.variable.set(own)
 
     def give_up(self) -> None:
         """The variable alone again: this context keeps what it saw."""
@@ -116,22 +112,6 @@ class Stamped:
         return self.variable.set(value)
 
 
-@contextmanager
-def own_settings(touched: dict[Override, Any]) -> Iterator[None]:
-    """What is set inside is this context's own; how it was goes into `touched`."""
-    before = _recording.touched
-    _recording.touched = touched
-    try:
-        yield
-    finally:
-        _recording.touched = before
-
-
-def restore_settings(touched: dict[Override, Any]) -> None:
-    for override, own in touched.items():
-        override.back_to(own)
-
-
 def _patch(original: Any) -> Any:
     def patch(self: Any, *args: Any, **kwargs: Any) -> Any:
         manager = original(self, *args, **kwargs)
@@ -147,7 +127,7 @@ def _scoped(cls: Any) -> type:
 
     class ConfigPatch(cls):  # type: ignore[misc]
         def __enter__(self) -> Any:
-            touched: dict[Override, Any] = {}
+            touched: Touched = {}
             try:
                 with own_settings(touched):
                     result = super().__enter__()
@@ -167,40 +147,6 @@ def _scoped(cls: Any) -> type:
                 restore_settings(stack[-1] if stack else {})
 
     return ConfigPatch
-
-
-def _closure_patcher(original: Any) -> Any:
-    def _make_closure_patcher(self: Any, **changes: Any) -> Any:
-        change = original(self, **changes)
-
-        def own_change() -> Callable[[], None]:
-            touched: dict[Override, Any] = {}
-            with own_settings(touched):
-                revert = change()
-
-            def own_revert() -> None:
-                with own_settings({}):
-                    revert()
-                restore_settings(touched)
-
-            return own_revert
-
-        return own_change
-
-    return _make_closure_patcher
-
-
-def _hash_anew(original: Any) -> Any:
-    lock = threading.Lock()
-
-    def get_hash(self: Any) -> Any:
-        if "_is_dirty" not in vars(self):
-            return original(self)
-        with lock:  # 2.12: one cache for all threads, whose values differ
-            self._is_dirty = True
-            return original(self)
-
-    return get_hash
 
 
 class _Adoption(Slot):
@@ -290,8 +236,8 @@ class _Layers(Edit):
             if isinstance(cls, type) and issubclass(cls, home.ConfigModule):
                 for name, factory in (
                     ("patch", _patch),
-                    ("_make_closure_patcher", _closure_patcher),
-                    ("get_hash", _hash_anew if cls is home.ConfigModule else None),
+                    ("_make_closure_patcher", closure_patcher),
+                    ("get_hash", hash_anew if cls is home.ConfigModule else None),
                 ):
                     if factory is not None and name in vars(cls):
                         places.append((cls, name, factory))

@@ -102,40 +102,6 @@ HAZARDS: Final[tuple[Hazard, ...]] = (
         ),
     ),
     Hazard(
-        id="backward_context",
-        title="One backward() that reaches two compiled backwards at once",
-        advice="torch 2.14 has it fixed. Before: no graph breaks and one device in that backward.",
-        signs=(
-            Sign(
-                text=r"cannot enter context: <_contextvars\.Context object at 0x[0-9a-fA-F]+> is "
-                "already entered",
-                frames=(
-                    "torch/_functorch/_aot_autograd/*"
-                    ":backward|_compiled_backward|_double_backward|impl_fn",
-                ),
-            ),
-        ),
-    ),
-    Hazard(
-        id="metrics_context",
-        title="Dynamo's metrics of one compile mixed with those of another thread's",
-        advice="torch 2.11 has it fixed. Before: first forward and backward in one thread.",
-        signs=(
-            Sign(
-                text=r"Metric\(s\) \{.*\} have already been set in the current context",
-                frames=("torch/_dynamo/metrics_context.py:*",),
-            ),
-            Sign(
-                text=r"Metric '\w+' has already been set in the current context",
-                frames=("torch/_dynamo/metrics_context.py:*",),
-            ),
-            Sign(
-                text=r"Cannot (?:increment|set|update|add) \w+ outside of a MetricsContext",
-                raised_in="torch/_dynamo/metrics_context.py:*",
-            ),
-        ),
-    ),
-    Hazard(
         id="cuda_build_without_gpu",
         title="A CUDA build on a machine without a GPU, whose first compiling thread has ended",
         advice="torch 2.12 has it fixed. Before: make the first compile in the main thread.",

@@ -17,6 +17,8 @@ LOGS = Path(__file__).parent / "logs"
 SURE = {
     "backward_context": {"backward_context"},
     "compile_single_flight": {"compile_single_flight"},
+    "config_patch_leak": {"config_patch_leak"},
+    "config_patch_leak_2_8": {"config_patch_leak"},
     "cuda_build_without_gpu": {"cuda_build_without_gpu"},
     "cudagraph_threads": {"cudagraph_threads"},
     "dataparallel_replicas": {"data_parallel"},
@@ -61,6 +63,7 @@ SILENT = {
     "default_device",
     "dispatch_mode_flags",
     "export_live_module",
+    "forward_from_src",
     "functional_call",
     "is_compiling_flag",
     "pgo_threads",
