@@ -15,6 +15,7 @@ from torchcompat.patch import Patch
 from torchcompat.sign import Hazard
 
 from . import (
+    checkpoint_rng,
     compile_single_flight,
     compile_stance,
     compiled_autograd,
@@ -67,6 +68,7 @@ PATCHES: Final[tuple[Patch, ...]] = (
     export_threads.PATCH,
     export_load.PATCH,
     import_lock.PATCH,
+    checkpoint_rng.PATCH,
     compile_stance.PATCH,
     compiled_autograd.PATCH,
     cudagraph_threads.PATCH,

@@ -47,7 +47,7 @@ SURE = {
     "user_object_registry": {"user_object_registry"},
 }
 MAY_BE = {
-    "checkpoint_rng": {"checkpoint_rng"},
+    "checkpoint_recompute": {"checkpoint_recompute"},
     "compile_stance": {"compile_stance"},
     "compiled_autograd": {"compiled_autograd"},
     "config_inherit": {"config_inherit", "recompile_budget", "recompile_limit"},
@@ -57,6 +57,7 @@ MAY_BE = {
 }
 #: Patches whose hazard leaves nothing in a log.
 SILENT = {
+    "checkpoint_rng",
     "config_blocks",
     "default_device",
     "dispatch_mode_flags",
