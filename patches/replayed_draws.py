@@ -33,6 +33,8 @@ class _Thread(threading.local):
     """What this thread is in, innermost last."""
 
     regions: tuple[Recording | Replay, ...] = ()
+    drawing = False
+    """Whether it is in an operator that draws: the operators that this one calls are part of it."""
 
 
 _thread: Final = _Thread()
@@ -129,14 +131,18 @@ def current_generator() -> Any:
 
 def _draw(run: Callable[[Any], Any]) -> Any:
     """What `run(generator)` draws, noted or replayed as this thread's regions want it."""
-    if not _thread.regions:
+    _thread.drawing = True
+    try:
+        if not _thread.regions:
+            with _drawing:
+                return run(None)
+        replay, recordings = _innermost()
+        if replay is not None and not replay.alone:
+            return _in_regions(run, replay.generator, replay, recordings)
         with _drawing:
-            return run(None)
-    replay, recordings = _innermost()
-    if replay is not None and not replay.alone:
-        return _in_regions(run, replay.generator, replay, recordings)
-    with _drawing:
-        return _in_regions(run, _torch().default_generator, replay, recordings)
+            return _in_regions(run, _torch().default_generator, replay, recordings)
+    finally:
+        _thread.drawing = False
 
 
 def _in_regions(
@@ -155,6 +161,29 @@ def _in_regions(
     return drawn
 
 
+class _Default:
+    """How the process's generator looks to a kernel: an object of its own, made from C++."""
+
+    def __init__(self) -> None:
+        self._seen: Any = None
+        self._shown_by = 0
+
+    def look(self) -> None:
+        """Have it shown by a draw of no numbers."""
+        torch = _torch()
+        self._shown_by = threading.get_ident()
+        torch.empty(0).uniform_(generator=torch.default_generator)
+        self._shown_by = 0
+
+    def is_(self, generator: Any) -> bool:
+        if self._shown_by == threading.get_ident():
+            self._seen = generator
+        return self._seen is generator
+
+
+_default: Final = _Default()
+
+
 def _kernel(operator: Any) -> Callable[..., Any]:
     """`operator` for the key above the backends: looks at draws on the CPU, passes others on."""
     torch = _torch()
@@ -162,11 +191,7 @@ def _kernel(operator: Any) -> Callable[..., Any]:
     place = [a.name for a in arguments].index("generator")
     if arguments[place].kwarg_only:
         place = len(arguments)
-    redispatch, tensor, default = (
-        operator._handle.redispatch_boxed,
-        torch.Tensor,
-        torch.default_generator,
-    )
+    redispatch, tensor = operator._handle.redispatch_boxed, torch.Tensor
     above = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -177,7 +202,7 @@ def _kernel(operator: Any) -> Callable[..., Any]:
             if isinstance(value, tensor):
                 on_cpu = value.is_cpu
                 break
-        if not on_cpu or (given is not None and given is not default):
+        if not on_cpu or _thread.drawing or not (given is None or _default.is_(given)):
             return redispatch(below, *args, **kwargs)
 
         def run(generator: Any) -> Any:
@@ -251,7 +276,7 @@ def install() -> None:
             return
         library = _torch().library.Library("aten", "IMPL")
         ours: tuple[Any, ...] = (_kernel, _draw, _in_regions, _innermost, _torch)
-        for function in (*ours, Recording.note, Replay.prepare, Replay.drawn):
+        for function in (*ours, Recording.note, Replay.prepare, Replay.drawn, _Default.is_):
             _skip_in_dynamo(function.__code__)
         for operator in operators:
             name = operator._schema.name.removeprefix("aten::")
@@ -263,6 +288,7 @@ def install() -> None:
             os.register_at_fork(after_in_child=_fresh_lock)
             _state["at_fork"] = True
         _state["library"] = library
+    _default.look()
 
 
 def _fresh_lock() -> None:
