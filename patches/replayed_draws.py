@@ -63,8 +63,8 @@ class Recording:
     def replayed(self, start: Any = None, *, alone: bool | None = None) -> Iterator[None]:
         """Inside, this thread draws what was drawn when this was recorded.
 
-        `start`: the state for a generator of its own; by default the process's generator's. `alone`:
-        whether to draw from the process's one; by default, where no other thread is alive.
+        `start`: the state for a generator of its own; by default that of the process's generator.
+        `alone`: whether to draw from the process's; by default, where no other thread is alive.
         """
         if not _state["on"]:  # taken away since
             yield

@@ -30,7 +30,7 @@ def idle_thread() -> Iterator[None]:
 
 
 class Runs:
-    """A function that keeps what it drew in each run, and has another thread draw before it does."""
+    """A function that keeps what it drew in each run, and has another thread draw in between."""
 
     def __init__(self, draw: Callable[[], Any] = lambda: torch.rand(64), calls: int = 3) -> None:
         self.draw, self.calls = draw, calls
