@@ -40,6 +40,7 @@ from . import (
     global_state,
     import_lock,
     is_compiling_flag,
+    isolate_recompiles,
     lazy_backward,
     lazy_graph_module,
     make_fx_tracer,
@@ -81,6 +82,7 @@ PATCHES: Final[tuple[Patch, ...]] = (
     fullgraph_counter.PATCH,
     functional_call.PATCH,
     global_state.PATCH,
+    isolate_recompiles.PATCH,
     pgo_threads.PATCH,
     triton_autotuner.PATCH,
 )

@@ -1,10 +1,10 @@
 """checkpoint_rng: a recomputation draws other random numbers than its forward did.
 
 `torch.utils.checkpoint` with `preserve_rng_state=True` keeps the state of the process's random
-generator when a forward begins and puts it back for the recomputation. The generator is everybody's:
-where another thread draws from it between that moment and the forward's own draws, or during the
-recomputation, dropout masks differ and gradients are wrong, silently; and what other threads drew
-during a recomputation is drawn again after it. Every torch to date.
+generator when a forward begins, and puts it back for the recomputation. The generator is
+everybody's: where another thread draws from it between that moment and the forward's own draws, or
+during the recomputation, dropout masks differ and gradients are wrong, silently; and what other
+threads drew during a recomputation is drawn again after it. Every torch to date.
 
 The forward of a region notes from which states its draws came, its recomputation draws from the
 same ones (`replayed_draws`), away from the process's generator if other threads are alive. Numbers

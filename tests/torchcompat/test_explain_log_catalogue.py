@@ -64,6 +64,7 @@ SILENT = {
     "export_live_module",
     "functional_call",
     "is_compiling_flag",
+    "isolate_recompiles",
     "pgo_threads",
 }
 
