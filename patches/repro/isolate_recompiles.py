@@ -20,7 +20,7 @@ faults: list[str] = []
 here, go, there, leave = (threading.Event() for _ in range(4))
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def stand_still(reached: threading.Event, until: threading.Event) -> None:
     reached.set()
     until.wait(harness.WAIT_S)

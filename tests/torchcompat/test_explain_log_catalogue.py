@@ -34,6 +34,7 @@ SURE = {
     "global_state": {"global_state"},
     "import_lock": {"import_lock"},
     "import_race": {"import_race"},
+    "inductor_autotuner": {"inductor_autotuner"},
     "lazy_backward": {"lazy_backward"},
     "lazy_graph_module": {"lazy_graph_module"},
     "lazy_graph_module_key": {"lazy_graph_module"},
