@@ -28,12 +28,15 @@ from .c_flags import is_shared
 _EVAL_FRAME: Final = "torch._dynamo.eval_frame"
 _NAME: Final = "set_eval_frame_isolate_recompiles_id"
 _NONE: Final = -1
+#: Where a call keeps the id that it found, from its beginning on.
+_FOUND: Final = "prior_isolate_recompiles_id"
 
 
 class _Prior(int):
     """An id as it was before a call: tells the end of a call from the beginning of one."""
 
-    outermost = False
+
+_OUTERMOST: Final = _Prior(_NONE)
 
 
 class RegionId:
@@ -44,39 +47,59 @@ class RegionId:
         self._lock = threading.Lock()
         self._inside: dict[int, int] = {}
         """Thread -> the id of the innermost call that it is in."""
+        self._regions = True
+        """Whether a thread may be in a region; set before looking who else is inside."""
         self._warned = False
+        self._unsure = set(sys._current_frames())
+        """Threads that may be in calls that began before this object was here."""
 
     def __call__(self, value: int) -> int:
         me = threading.get_ident()
+        if me in self._unsure and not isinstance(value, _Prior) and self._ends_older_call(me):
+            self._settle(_NONE)
+            return value
+        before = self._inside.get(me)
+        if value is _OUTERMOST:
+            self._inside.pop(me, None)
+        else:
+            self._inside[me] = int(value)
+        # Without regions no lock: whoever enters one sees this thread, or this thread sees that.
+        if value != _NONE or self._regions:
+            self._settle(int(value))
+        return _OUTERMOST if before is None else _Prior(before)
+
+    def _ends_older_call(self, me: int) -> bool:
+        """Whether the call at hand began before; told by its own frame, once for each thread."""
+        call = sys._getframe(2)
+        outer = call.f_back
+        while outer is not None and outer.f_code.co_name != call.f_code.co_name:
+            outer = outer.f_back
+        if outer is None:
+            self._unsure.discard(me)
+        return _FOUND in call.f_locals
+
+    def _settle(self, wanted: int) -> None:
+        """Tell C the id that all threads inside agree on, and the user if it is not `wanted`."""
         with self._lock:
-            prior = _Prior(self._inside.get(me, _NONE))
-            prior.outermost = me not in self._inside
-            if isinstance(value, _Prior) and value.outermost:
-                self._inside.pop(me, None)
-            else:
-                self._inside[me] = int(value)
-            refused = self._settle(int(value))
-        if refused and not self._warned:
-            self._warned = True
+            self._regions = True
+            ids = set(self._inside.values())
+            if len(ids) > 1:  # without those who never came back, because their thread has ended
+                alive = sys._current_frames()
+                for thread in [t for t in list(self._inside) if t not in alive]:
+                    self._inside.pop(thread, None)
+                ids = set(self._inside.values())
+            common = ids.pop() if len(ids) == 1 else _NONE
+            self._real(common)
+            self._regions = common != _NONE or bool(ids)
+            tell = wanted not in (common, _NONE) and not self._warned
+            self._warned |= tell
+        if tell:
             warnings.warn(
                 "isolate_recompiles=True has no effect while another thread is in a compiled "
                 "call: this torch has one region for all threads, so that their functions would "
                 "be compiled into it (torchcompat, isolate_recompiles)",
-                stacklevel=3,
+                stacklevel=4,
             )
-        return prior
-
-    def _settle(self, wanted: int) -> bool:
-        """Tell C the id that all threads inside agree on; whether `wanted` is refused."""
-        ids = set(self._inside.values())
-        if len(ids) > 1:  # those who never came back, because their thread has ended
-            alive = sys._current_frames()
-            for thread in [t for t in self._inside if t not in alive]:
-                del self._inside[thread]
-            ids = set(self._inside.values())
-        common = ids.pop() if len(ids) == 1 else _NONE
-        self._real(common)
-        return common != wanted and wanted != _NONE
 
 
 def _recognise() -> Finding:

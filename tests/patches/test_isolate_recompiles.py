@@ -140,6 +140,40 @@ def test_isolated_calls_of_many_threads_are_right(quiet: None) -> None:
     assert in_c() == -1
 
 
+def test_a_call_that_began_before_the_patch_leaves_nothing_behind() -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    @torch.compiler.disable
+    def stand_still() -> None:
+        inside.set()
+        assert leave.wait(WAIT_S)
+
+    def body(y: Any) -> Any:
+        stand_still()
+        return y.sin()
+
+    ended, stay = threading.Event(), threading.Event()
+    function = torch.compile(body, backend="eager")
+
+    def call() -> None:
+        function(torch.ones(3))
+        ended.set()
+        assert stay.wait(WAIT_S)
+
+    worker = Worker(call)
+    assert inside.wait(WAIT_S)
+    with torchcompat.applied(), warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        leave.set()
+        assert ended.wait(WAIT_S)
+        prior = set_id(7)  # the other thread is alive, and in no call
+        assert in_c() == 7
+        set_id(prior)
+        stay.set()
+        worker.get()
+    assert in_c() == -1
+
+
 def test_it_is_the_c_function_again_afterwards() -> None:
     before = getattr(eval_frame, NAME)
     with torchcompat.applied():
