@@ -78,7 +78,7 @@ HAZARDS: Final[tuple[Hazard, ...]] = (
         ),
     ),
     Hazard(
-        id="checkpoint_rng",
+        id="checkpoint_recompute",
         title="A checkpoint's recomputation must run as its forward did",
         advice=(
             "With torch.compile in threads: forward and backward on threads with the same "

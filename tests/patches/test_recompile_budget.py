@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from interleaving import WAIT_S, Worker
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 LIMIT = 8
 x = torch.ones(4)
@@ -141,3 +142,37 @@ def test_the_code_of_a_dead_module_is_let_go(patched: None) -> None:
     del model
     gc.collect()
     assert wrap_inline(nn.Linear(4, 4)).__code__ is not first
+
+
+def test_thread_counts_do_not_turn_a_recomputation_eager(patched: None) -> None:
+    """Forward and backward on threads with counts of their own, as servers and autograd have them:
+    each count is a recompile, and right, but none may use up what the others need."""
+    runs: list[int] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        def run(*args: Any) -> Any:
+            runs.append(torch.get_num_threads())
+            return graph.forward(*args)
+
+        return run
+
+    function = torch.compile(lambda y: y.sin() * 2, backend=backend, dynamic=False)
+    counts = range(1, 2 * LIMIT + 1)
+    before = torch.get_num_threads()
+
+    def forward(count: int) -> Any:
+        torch.set_num_threads(count)
+        return checkpoint(function, torch.ones(4, requires_grad=True), use_reentrant=False)
+
+    def backward(count: int, y: Any) -> None:
+        torch.set_num_threads(count)
+        y.sum().backward()
+
+    try:
+        for count in counts:
+            y = Worker(lambda count=count: forward(count)).get()
+            Worker(lambda count=count, y=y: backward(count + len(counts), y)).get()
+    finally:
+        torch.set_num_threads(before)
+    wanted = [n for count in counts for n in (count, count + len(counts))]
+    assert runs == wanted  # an eager run would not be among them

@@ -36,6 +36,7 @@ SURE = {
     "global_state": {"global_state"},
     "import_lock": {"import_lock"},
     "import_race": {"import_race"},
+    "inductor_autotuner": {"inductor_autotuner"},
     "lazy_backward": {"lazy_backward"},
     "lazy_graph_module": {"lazy_graph_module"},
     "lazy_graph_module_key": {"lazy_graph_module"},
@@ -49,7 +50,7 @@ SURE = {
     "user_object_registry": {"user_object_registry"},
 }
 MAY_BE = {
-    "checkpoint_rng": {"checkpoint_rng"},
+    "checkpoint_recompute": {"checkpoint_recompute"},
     "compile_stance": {"compile_stance"},
     "compiled_autograd": {"compiled_autograd"},
     "config_inherit": {"config_inherit", "recompile_budget", "recompile_limit"},
@@ -59,6 +60,7 @@ MAY_BE = {
 }
 #: Patches whose hazard leaves nothing in a log.
 SILENT = {
+    "checkpoint_rng",
     "config_blocks",
     "default_device",
     "dispatch_mode_flags",
@@ -66,6 +68,7 @@ SILENT = {
     "forward_from_src",
     "functional_call",
     "is_compiling_flag",
+    "isolate_recompiles",
     "pgo_threads",
 }
 
