@@ -43,6 +43,7 @@ from . import (
     lazy_graph_module,
     make_fx_tracer,
     pgo_threads,
+    pre_dispatch_modes,
     recompile_budget,
     signs,
     triton_autotuner,
@@ -80,6 +81,7 @@ PATCHES: Final[tuple[Patch, ...]] = (
     functional_call.PATCH,
     global_state.PATCH,
     pgo_threads.PATCH,
+    pre_dispatch_modes.PATCH,
     triton_autotuner.PATCH,
 )
 
