@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -8,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from interleaving import WAIT_S, Worker
+
+from torchcompat.patches import global_state
 
 x = torch.randn(4)
 
@@ -138,3 +141,38 @@ def test_a_state_of_ones_own_is_put_back_as_ever(patched: None) -> None:
     assert random.random() == wanted
     random.setstate(state)
     assert random.random() == wanted
+
+
+@pytest.mark.skipif(
+    "guard_filter_fn" not in inspect.getsource(torch._dynamo.guards),
+    reason="nothing of the program runs while guards are made",
+)
+def test_a_setting_assigned_while_guards_are_made_begins_the_compile_anew(patched: None) -> None:
+    assigned: list[torch.dtype] = []
+
+    def assign_elsewhere(guards: Any) -> list[bool]:
+        if not assigned:
+            assigned.append(torch.float64)
+            Worker(lambda: torch.set_default_dtype(torch.float64)).get()
+        return [True for _ in guards]
+
+    options = {"guard_filter_fn": assign_elsewhere}
+    compiled = torch.compile(lambda y: y + 1, backend="eager", options=options)
+    before = torch.get_default_dtype()
+    try:
+        torch.testing.assert_close(compiled(torch.ones(2)), torch.full((2,), 2.0).float())
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(before)
+    assert assigned
+
+
+def test_what_a_compile_puts_back_does_not_hide_who_has_assigned_before(patched: None) -> None:
+    state = global_state._state
+    entered = state.begin()
+    Worker(lambda: torch.set_default_dtype(torch.float64)).get()
+    state.dtype(state.begin(), torch.float64)
+    assert state.moved(entered)
+    own = state.begin()
+    torch.set_default_dtype(torch.float32)
+    assert not state.moved(own)
