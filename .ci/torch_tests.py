@@ -1,15 +1,17 @@
 """torch's own tests without and with the patches: what fails only with them.
 
-    python .ci/torch_tests.py PYTORCH/test dynamo/test_misc.py test_fx.py "test_autograd.py -k checkpoint"
+    python .ci/torch_tests.py PYTORCH/test dynamo/test_misc.py "test_autograd.py -k checkpoint"
 
-PYTORCH is a source tree of torch, best of the release that is installed for the interpreter that runs
-this; nothing is fetched. After the file may stand arguments for pytest. Each entry runs twice, in
-processes of its own. A test that fails only with the patches is run again by itself on both sides,
-since not all of torch's tests are steady. One that a time limit or a crash kept from running counts
-as neither; the table says how many there are of them.
+PYTORCH is a source tree of torch, best of the release that is installed for the interpreter that
+runs this; nothing is fetched. After the file may stand arguments for pytest. Each entry runs twice,
+in processes of its own. A test that fails only with the patches is run again by itself on both
+sides, since not all of torch's tests are steady. One that a time limit or a crash kept from running
+counts as neither; the table's last column says how many ran on one side only.
 
-Needs pytest, pytest-timeout and what torch's tests import (expecttest, hypothesis, numpy). Exit
-status 0: no test fails that passes on stock torch. 1: some do, or an entry ran no test. 2: a wrong command line.
+Needs pytest, pytest-timeout and what torch's tests import (expecttest, hypothesis, numpy).
+
+Exit status 0: no test fails that passes on stock torch. 1: some do, or an entry ran no test. 2: a
+wrong command line.
 """
 
 from __future__ import annotations
@@ -32,7 +34,16 @@ OUTCOMES, SIDE = "TORCH_TESTS_OUTCOMES", "TORCH_TESTS_SIDE"
 #: Neither our own plugin nor torch's conftest.py (for its CI, and an older pytest), no files in the
 #: source tree, and a test that hangs is one failure.
 PYTEST = (
-    *("-q", "--noconftest", "-p", "no:cacheprovider", "-p", "no:torchcompat", "-p", Path(__file__).stem),
+    *(
+        "-q",
+        "--noconftest",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:torchcompat",
+        "-p",
+        Path(__file__).stem,
+    ),
     *("--tb=short", "-W", "ignore", "--timeout-method=signal"),
 )
 
@@ -44,7 +55,8 @@ Outcomes = dict[str, str]
 if os.environ.get(SIDE) == "patched":
     import torchcompat
 
-    torchcompat.apply()
+    if not len(torchcompat.apply()):
+        raise SystemExit("the patches do not load, so both sides would be stock torch")
 
 
 def pytest_runtest_logreport(report: Any) -> None:
@@ -57,7 +69,9 @@ def pytest_runtest_logreport(report: Any) -> None:
 # -- as the program
 
 
-def run(tests: Path, words: list[str], side: str, limits: argparse.Namespace, log: Path) -> Outcomes:
+def run(
+    tests: Path, words: list[str], side: str, limits: argparse.Namespace, log: Path
+) -> Outcomes:
     """By test "passed", "failed" or "skipped"; pytest's output is added to `log`."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith("TORCHCOMPAT")}
     paths = (str(ROOT), str(Path(__file__).parent), environ.get("PYTHONPATH", ""))
@@ -107,14 +121,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tests", type=Path, help="the folder test/ of a source tree of torch")
     parser.add_argument("entries", nargs="+", help="a file in it, and arguments for pytest")
-    parser.add_argument("--entry-s", type=float, default=600, help="limit of an entry (default 600)")
+    parser.add_argument(
+        "--entry-s", type=float, default=600, help="limit of an entry (default 600)"
+    )
     parser.add_argument("--test-s", type=float, default=120, help="limit of a test (default 120)")
     parser.add_argument("--logs", type=Path, default=Path("torch_tests_logs"), help="a new folder")
     options = parser.parse_args()
     if not options.tests.is_dir():
         parser.error(f"{options.tests} is not a folder; name the folder test/ of torch's source")
     options.logs.mkdir(parents=True, exist_ok=True)
-    print("| tests | passed | failed | skipped | passed with | failed with | skipped with | one only |")
+    print(
+        "| tests | passed | failed | skipped | passed with | failed with | skipped with | one only |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     new: list[str] = []
     empty: list[str] = []

@@ -49,7 +49,7 @@ _RESTORES: Final = {
 _GUARDED: Final = ("deterministic", "dtype")
 #: From 2.10 on, and before.
 _AT_ONCE: Final = ("Guard failed on the same frame it was created", "Guard check failed: ")
-#: Each beginning takes a new assignment of another thread; who never stops assigning gets the error.
+#: Each takes a new assignment of another thread; who never stops assigning gets the error.
 _BEGINNINGS: Final = 8
 _REQUIRED: Final = {"cpu", "cuda", "deterministic", "check"}
 

@@ -1,4 +1,4 @@
-"""One thread stands in a trace before dispatch, as exports make; another one traces and compiles."""
+"""A thread stands in a trace before dispatch, as exports make; others trace and compile."""
 
 from __future__ import annotations
 

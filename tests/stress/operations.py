@@ -1,7 +1,7 @@
-"""The operations of the stress program: small records, drawn from a seed, run and compared with eager.
+"""The operations of the stress program: small records, drawn from a seed, compared with eager.
 
-`KINDS` has for every kind how its settings are drawn and how it is run. An operation compares what it
-gets with what plain eager code gives in the same thread, and raises where they differ.
+`KINDS` has for every kind how its settings are drawn and how it is run. An operation compares what
+it gets with what plain eager code gives in the same thread, and raises where they differ.
 
 Left out on purpose, because torchcompat refuses them or documents them as not covered: overlapping
 `torch.func.jvp`, checkpoints that put the generator back, compiled autograd beside plain backwards,
@@ -23,7 +23,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
-#: Since 2.12 a setting of torch._dynamo.config can be one thread's own; before, blocks leak by design.
+#: Since 2.12 a setting of torch._dynamo.config can be one thread's own; before, blocks leak.
 SETTINGS_ARE_PER_THREAD = not torch.__version__.startswith(tuple(f"2.{m}." for m in range(12)))
 #: None of them changes a result.
 SETTINGS = ("automatic_dynamic_shapes", "assume_static_by_default", "capture_scalar_outputs")
@@ -107,8 +107,8 @@ def _compile(rng: random.Random) -> dict[str, Any]:
     }
 
 
-def _call(rng: random.Random) -> dict[str, Any]:
-    function = rng.choice(list(FUNCTIONS))
+def _call(rng: random.Random, functions: tuple[str, ...] = tuple(FUNCTIONS)) -> dict[str, Any]:
+    function = rng.choice(functions)
     whole = function in WHOLE and rng.random() < 0.5
     made = {"function": function, **_input(rng), **_compile(rng), "fullgraph": whole}
     return {**made, "backward": rng.random() < 0.5}
@@ -135,12 +135,10 @@ def tensor(settings: dict[str, Any]) -> Tensor:
 
 
 def close(actual: Tensor, expected: Tensor) -> None:
-    """Backends may compute in another order, so equality is of a few digits; and the kind of tensor."""
+    """Equal in a few digits, since backends may compute in another order; and of one kind."""
     loose = 0.05 if expected.dtype is torch.bfloat16 else 1e-4
     torch.testing.assert_close(actual, expected, rtol=loose, atol=loose)
-    got, wanted = (
-        (type(y), y.requires_grad, y.is_inference()) for y in (actual, expected)
-    )
+    got, wanted = ((type(y), y.requires_grad, y.is_inference()) for y in (actual, expected))
     assert got == wanted, f"(type, requires_grad, is_inference) is {got}, eager has {wanted}"
 
 
@@ -152,11 +150,13 @@ def compare(
     Weights may be shared, so nothing is added to their `grad`.
     """
     inputs = [x.clone().requires_grad_(backward) for _ in range(2)]
-    outputs = [f(given) for f, given in zip((compiled, eager), inputs)]
+    outputs = [f(given) for f, given in zip((compiled, eager), inputs, strict=True)]
     close(*outputs)
     if backward:
-        both = [_gradients(y.sum(), given, weights) for y, given in zip(outputs, inputs)]
-        for actual, expected in zip(*both):
+        both = [
+            _gradients(y.sum(), given, weights) for y, given in zip(outputs, inputs, strict=True)
+        ]
+        for actual, expected in zip(*both, strict=True):
             close(actual, expected)
 
 
@@ -193,7 +193,7 @@ def train(actor: Actor, s: dict[str, Any]) -> None:
             for weight in own.parameters():
                 weight -= 0.01 * weight.grad
                 weight.grad = None
-    for a, b in zip(actor.model.parameters(), actor.twin.parameters()):
+    for a, b in zip(actor.model.parameters(), actor.twin.parameters(), strict=True):
         close(a, b)
 
 
@@ -204,7 +204,9 @@ def reset(actor: Actor, s: dict[str, Any]) -> None:
 
 def _is_own(name: str, value: Any) -> None:
     now = getattr(torch._dynamo.config, name)
-    assert now == value or not SETTINGS_ARE_PER_THREAD, f"config.{name} is {now} in a block of {value}"
+    assert now == value or not SETTINGS_ARE_PER_THREAD, (
+        f"config.{name} is {now} in a block of {value}"
+    )
 
 
 @kind(3, _any(setting=SETTINGS, value=(True, False)))
@@ -248,7 +250,11 @@ def export(actor: Actor, s: dict[str, Any]) -> None:
     compare(program.module(), shared, tensor(s))
 
 
-@kind(3, lambda rng: {**_call(rng), "reentrant": rng.random() < 0.5})
+#: torch.func's gradients refuse the saved-tensor hooks of a checkpoint.
+CHECKPOINTED = tuple(name for name in FUNCTIONS if name != "transformed")
+
+
+@kind(3, lambda rng: {**_call(rng, CHECKPOINTED), "reentrant": rng.random() < 0.5})
 def recompute(actor: Actor, s: dict[str, Any]) -> None:
     """A checkpoint around a compiled function."""
     compiled = actor.compiled(s["function"], s)
@@ -269,25 +275,30 @@ def default_device(actor: Actor, s: dict[str, Any]) -> None:
     assert made.device.type == "cpu", f"{made.device} outside of any block"
 
 
-@kind(2, _any(setting=("dtype", "deterministic")))
+#: How a setting is read, how it is assigned, and what is assigned; the last value is the default.
+PROCESS_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], tuple[Any, Any]]] = {
+    "dtype": (
+        torch.get_default_dtype,
+        torch.set_default_dtype,
+        (torch.float64, torch.float32),
+    ),
+    "deterministic": (
+        torch.are_deterministic_algorithms_enabled,
+        lambda on: torch.use_deterministic_algorithms(on, warn_only=True),
+        (True, False),
+    ),
+}
+
+
+@kind(2, _any(setting=tuple(PROCESS_SETTINGS)))
 def process_setting(actor: Actor, s: dict[str, Any]) -> None:
     """A setting of the process that nobody else assigns meanwhile stays as it was assigned."""
-    if s["setting"] == "dtype":
-        read, assign, values = torch.get_default_dtype, torch.set_default_dtype, DTYPE_VALUES
-    else:
-        read, assign, values = (
-            torch.are_deterministic_algorithms_enabled,
-            lambda on: torch.use_deterministic_algorithms(on, warn_only=True),
-            (True, False),
-        )
+    read, assign, values = PROCESS_SETTINGS[s["setting"]]
     with actor.world.process_settings:
         for value in values:
             assign(value)
             module(actor, s)
             assert read() == value, f"{s['setting']} is {read()}, assigned was {value}"
-
-
-DTYPE_VALUES = (torch.float64, torch.float32)
 
 
 @kind(3, _any(stance=("force_eager", "eager_on_recompile", "fail_on_recompile", "unsafe")))
@@ -328,7 +339,11 @@ def symbolic_trace(actor: Actor, s: dict[str, Any]) -> None:
     compare(graph, shared, tensor(s))
 
 
-@kind(3, lambda rng: {**_call(rng), "function": rng.choice(list(WHOLE)), "tracing": rng.choice(("real", "fake", "symbolic"))})
+def _traced(rng: random.Random) -> dict[str, Any]:
+    return {**_call(rng, tuple(WHOLE)), "tracing": rng.choice(("real", "fake", "symbolic"))}
+
+
+@kind(3, _traced)
 def make_graph(actor: Actor, s: dict[str, Any]) -> None:
     function = actor.world.functions[s["function"]]
     graph = make_fx(function, tracing_mode=s["tracing"])(tensor(s))
@@ -340,7 +355,11 @@ def _branched(x: Tensor) -> Tensor:
     return x.sin() if x.sum() > 0 else x.cos() + 1
 
 
-@kind(3, lambda rng: {**_call(rng), "function": "branched", "how": rng.choice(("eager", "compiled", "graph"))})
+def _conditional(rng: random.Random) -> dict[str, Any]:
+    return {**_call(rng, ("branched",)), "how": rng.choice(("eager", "compiled", "graph"))}
+
+
+@kind(3, _conditional)
 def cond(actor: Actor, s: dict[str, Any]) -> None:
     x = tensor(s)
     function: Any = actor.world.functions["branched"]

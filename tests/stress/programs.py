@@ -1,7 +1,7 @@
 """What the threads compile: functions and modules, fresh in every round.
 
-Dynamo keeps its compiled entries by code object; a copy of the code gives each round an empty cache,
-so that a round that fails can be run again by itself.
+Dynamo keeps its compiled entries by code object; a copy of the code gives each round an empty
+cache, so that a round that fails can be run again by itself.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class World:
     def __init__(self) -> None:
         self.functions = {name: copy_of(f) for name, f in {**FUNCTIONS, **SPECIAL}.items()}
         self.module = Perceptron()
-        #: For functional_call alone: a plain call beside it sees the swapped weights, as documented.
+        #: For functional_call alone: a plain call beside it sees the swapped weights.
         self.lent = Perceptron()
         #: torch.set_default_dtype is one for the process: who uses it takes turns.
         self.process_settings = threading.Lock()

@@ -54,7 +54,9 @@ class Round:
             model = Perceptron()
             actor = Actor(f"stress-{number}", world, self.backends, model, deepcopy(model))
             work = (actor, operations, start)
-            threads.append(threading.Thread(target=self._work, args=work, name=actor.name, daemon=True))
+            threads.append(
+                threading.Thread(target=self._work, args=work, name=actor.name, daemon=True)
+            )
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
@@ -100,7 +102,12 @@ def main(argv: list[str]) -> int:
     if not options.stock:
         import torchcompat
 
-        torchcompat.apply()
+        report = torchcompat.apply()
+        if not any(verdict.state is torchcompat.State.APPLIED for verdict in report):
+            print(
+                f"no patch is applied, so --stock is what this would be\n{report}", file=sys.stderr
+            )
+            return USAGE
     # CUDA builds up to 2.11 crash on a machine without a GPU unless the main thread compiles first.
     torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
     return _rounds(options)
@@ -131,8 +138,9 @@ def _rounds(options: argparse.Namespace) -> int:
         turn += 1
     faulthandler.cancel_dump_traceback_later()
     print(
-        f"torch {torch.__version__}, seed {options.seed}: {turn - begin} rounds of {options.threads} "
-        f"threads, {done.total()} operations in {time.monotonic() - begun:.0f} s, no failure"
+        f"torch {torch.__version__}, seed {options.seed}: {turn - begin} rounds of "
+        f"{options.threads} threads, {done.total()} operations in "
+        f"{time.monotonic() - begun:.0f} s, no failure"
     )
     print("  " + ", ".join(f"{name} {count}" for name, count in done.most_common()))
     return 0
@@ -153,7 +161,9 @@ def _tell(options: argparse.Namespace, turn: int, failed: Round) -> int:
         print(f"meanwhile {name}: {operation}", file=sys.stderr)
     only = list(options.only)
     if options.shrink:
-        only = _shrink(options, turn, [k for k in only if any(o.kind == k for x in failed.lists for o in x)])
+        only = _shrink(
+            options, turn, [k for k in only if any(o.kind == k for x in failed.lists for o in x)]
+        )
     print("again: " + " ".join(["python", *_command(options, turn, only)]), file=sys.stderr)
     return FAILED
 
@@ -179,7 +189,9 @@ def _shrink(options: argparse.Namespace, turn: int, only: list[str]) -> list[str
 def _kinds(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
     if unknown := [name for name in names if name not in KINDS]:
-        raise argparse.ArgumentTypeError(f"no operation {unknown[0]!r}; there are {', '.join(KINDS)}")
+        raise argparse.ArgumentTypeError(
+            f"no operation {unknown[0]!r}; there are {', '.join(KINDS)}"
+        )
     return names
 
 
@@ -196,7 +208,9 @@ def _options(argv: list[str]) -> argparse.Namespace:
     add("--replay", type=int, metavar="ROUND", help="this round, again and again")
     add("--shrink", action="store_true", help="after a failure: which kinds it takes")
     add("--stock", action="store_true", help="without the patches")
-    add("--hang", type=float, default=120.0, help="seconds that an operation may take (default 120)")
+    add(
+        "--hang", type=float, default=120.0, help="seconds that an operation may take (default 120)"
+    )
     add("--switch-interval", type=float, default=5e-4, help="of Python's threads, in seconds")
     add("--verbose", action="store_true", help="say which round begins")
     return parser.parse_args(argv)
