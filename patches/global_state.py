@@ -12,6 +12,8 @@ functions that assign them note who did. A generator is put back if this is the 
 otherwise left where it is: who has drawn from it cannot be known, and to hand out numbers twice is
 worse than to skip some.
 
+AOTAutograd and Inductor do the same with the generators, by `preserve_rng_state`; it asks as well.
+
 A setting may also change after that question and before the finished guards are tried, which torch
 takes for a fault of its own ("Guard failed on the same frame it was created"). That compile begins
 anew as well.
@@ -35,11 +37,13 @@ from torchcompat.sign import Sign
 from torchcompat.verdict import Finding
 
 _CONVERT_FRAME: Final = "torch._dynamo.convert_frame"
+_UTILS: Final = "torch._dynamo.utils"
 _BEGAN: Final = "_torchcompat_began"
-#: What `preserve_global_state` calls at the end -> the method that decides.
+#: What the two functions call at the end -> the method that decides.
 _RESTORES: Final = {
     "torch.random.set_rng_state": "cpu",
     "torch.cuda.set_rng_state": "cuda",
+    "torch.xpu.set_rng_state": "xpu",
     "random.setstate": "python",
     "torch.use_deterministic_algorithms": "deterministic",
     "torch.set_default_dtype": "dtype",
@@ -122,6 +126,10 @@ class GlobalState:
         if threading.active_count() == 1:
             _torch().cuda.set_rng_state(state)
 
+    def xpu(self, began: int, state: Any) -> None:
+        if threading.active_count() == 1:
+            _torch().xpu.set_rng_state(state)
+
     def python(self, began: int, state: Any) -> None:
         if threading.active_count() == 1:
             sys.modules["random"].setstate(state)
@@ -187,7 +195,8 @@ def _torch() -> Any:
 class _Asking(ast.NodeTransformer):
     """`restore(x)` -> `state.method(began, x)`, and a note of the beginning in `_fn`."""
 
-    def __init__(self) -> None:
+    def __init__(self, began: ast.expr) -> None:
+        self._began = began
         self.found: set[str] = set()
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
@@ -197,7 +206,7 @@ class _Asking(ast.NodeTransformer):
             return node
         self.found.add(method)
         holder = ast.Attribute(ast.Constant(PLACEHOLDER), method, ast.Load())
-        arguments: list[ast.expr] = [ast.Name(_BEGAN, ast.Load())]
+        arguments: list[ast.expr] = [self._began]
         arguments += [ast.Name("guards", ast.Load())] if method == "check" else node.args
         return ast.copy_location(ast.Call(holder, arguments, node.keywords), node)
 
@@ -220,7 +229,7 @@ def _function() -> FunctionType:
 
 
 def _new_code() -> CodeType:
-    asking = _Asking()
+    asking = _Asking(ast.Name(_BEGAN, ast.Load()))
     code = recompile(_function(), asking.visit)
     missing = _REQUIRED - asking.found
     if missing:
@@ -259,6 +268,14 @@ class _Restore(Edit):
         return slots
 
 
+def _asking_for_generators(function: FunctionType) -> CodeType:
+    asking = _Asking(ast.Constant(0))  # generators do not ask when it began
+    code = recompile(function, asking.visit)
+    if missing := {"cpu", "cuda"} - asking.found:
+        raise SourceDrift(f"preserve_rng_state does not restore {', '.join(sorted(missing))}")
+    return embed(code, {PLACEHOLDER: _state})
+
+
 def _noting(setting: str) -> Any:
     def factory(function: FunctionType) -> CodeType:
         def insert(node: ast.FunctionDef) -> ast.FunctionDef:
@@ -287,6 +304,11 @@ PATCH = Patch(
     affects=">=2.6.0.dev0",
     edits=(
         _Restore(),
+        Code(
+            target=f"{_UTILS}:preserve_rng_state",
+            factory=_asking_for_generators,
+            anchors=("torch.random.set_rng_state(rng_state)",),
+        ),
         Code(target="torch:use_deterministic_algorithms", factory=_noting("deterministic")),
         Code(target="torch:set_default_dtype", factory=_noting("dtype")),
         Wrap(target=f"{_CONVERT_FRAME}:CatchErrorsWrapper.__call__", factory=_compiling),

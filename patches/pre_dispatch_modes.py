@@ -1,11 +1,11 @@
 """pre_dispatch_modes: the modes of a trace before dispatch are one stack for all threads.
 
-`make_fx(pre_dispatch=True)`, with which `torch.export.export` traces, keeps its proxy and functional
-modes in an object of `torch._ops` that all threads share; the dispatch key that leads to it is per
-thread. `get_proxy_mode` and its like look there first, in whatever thread: a compile of another
-thread meets the export's tracer ("is not tracked with proxy for"), and traces that overlap take each
-other's modes off the stack ("Trying to pop empty mode stack", "Expected ProxyTorchDispatchMode").
-Every torch to date.
+`make_fx(pre_dispatch=True)`, with which `torch.export.export` traces, keeps its proxy and
+functional modes in an object of `torch._ops` that all threads share; the dispatch key that leads to
+it is per thread. `get_proxy_mode` and its like look there first, in whatever thread: a compile of
+another thread meets the export's tracer ("is not tracked with proxy for"), and traces that overlap
+take each other's modes off the stack ("Trying to pop empty mode stack", "Expected
+ProxyTorchDispatchMode"). Every torch to date.
 
 The object becomes one for each thread. `mode_stack_state_for_pre_dispatch` is the way to it.
 """

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from interleaving import WAIT_S, Worker
+from torch._dynamo.backends.common import aot_autograd
 
 from torchcompat.patches import global_state
 
@@ -141,6 +143,25 @@ def test_a_state_of_ones_own_is_put_back_as_ever(patched: None) -> None:
     assert random.random() == wanted
     random.setstate(state)
     assert random.random() == wanted
+
+
+def test_autograd_compiles_hand_out_no_random_numbers_twice(patched: None) -> None:
+    class WithBackward(Compile):
+        def call(self, draws: bool) -> Any:
+            backend = aot_autograd(fw_compiler=self.boxed)
+            function = torch.compile(lambda y: y.sin() + 1, backend=backend)
+            return function(x), function(x)
+
+        def boxed(self, graph: Any, inputs: Any) -> Any:
+            return make_boxed_func(self.backend(graph, inputs))
+
+    torch.manual_seed(0)
+    wanted = [torch.rand(3).tolist() for _ in range(2)]
+    torch.manual_seed(0)
+    compiling = WithBackward()
+    found = [torch.rand(3).tolist()]
+    compiling.end()
+    assert [*found, torch.rand(3).tolist()] == wanted
 
 
 @pytest.mark.skipif(
