@@ -121,7 +121,7 @@ class World:
         self.lent = Perceptron()
         #: torch.set_default_dtype is one for the process: who uses it takes turns.
         self.process_settings = threading.Lock()
-        self._draws: dict[bytes, str] = {}
+        self._draws: dict[tuple[float, ...], str] = {}
         self._compiled: dict[tuple[Any, ...], Any] = {}
         self._lock = threading.Lock()
 
@@ -138,7 +138,7 @@ class World:
     def note_draw(self, numbers: Tensor, thread: str) -> None:
         """Numbers that the process's generator gave to `thread`; AssertionError if it had given
         the same before."""
-        key = numbers.numpy().tobytes()
+        key = tuple(numbers.tolist())
         with self._lock:
             first = self._draws.get(key)
             self._draws[key] = thread
