@@ -50,6 +50,7 @@ from . import (
     make_fx_tracer,
     metrics_context,
     pgo_threads,
+    pre_dispatch_modes,
     recompile_budget,
     signs,
     triton_autotuner,
@@ -94,6 +95,7 @@ PATCHES: Final[tuple[Patch, ...]] = (
     isolate_recompiles.PATCH,
     metrics_context.PATCH,
     pgo_threads.PATCH,
+    pre_dispatch_modes.PATCH,
     triton_autotuner.PATCH,
 )
 

@@ -11,6 +11,12 @@ thread has assigned since the beginning stays, and the compile begins anew under
 functions that assign them note who did. A generator is put back if this is the only thread, and
 otherwise left where it is: who has drawn from it cannot be known, and to hand out numbers twice is
 worse than to skip some.
+
+AOTAutograd and Inductor do the same with the generators, by `preserve_rng_state`; it asks as well.
+
+A setting may also change after that question and before the finished guards are tried, which torch
+takes for a fault of its own ("Guard failed on the same frame it was created"). That compile begins
+anew as well.
 """
 
 from __future__ import annotations
@@ -18,6 +24,8 @@ from __future__ import annotations
 import ast
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import CodeType, FunctionType
 from typing import Any, Final
 
@@ -29,16 +37,24 @@ from torchcompat.sign import Sign
 from torchcompat.verdict import Finding
 
 _CONVERT_FRAME: Final = "torch._dynamo.convert_frame"
+_UTILS: Final = "torch._dynamo.utils"
 _BEGAN: Final = "_torchcompat_began"
-#: What `preserve_global_state` calls at the end -> the method that decides.
+#: What the two functions call at the end -> the method that decides.
 _RESTORES: Final = {
     "torch.random.set_rng_state": "cpu",
     "torch.cuda.set_rng_state": "cuda",
+    "torch.xpu.set_rng_state": "xpu",
     "random.setstate": "python",
     "torch.use_deterministic_algorithms": "deterministic",
     "torch.set_default_dtype": "dtype",
     "guards.check": "check",
 }
+#: The settings that guards are made from, and so the reasons for a compile to begin anew.
+_GUARDED: Final = ("deterministic", "dtype")
+#: From 2.10 on, and before.
+_AT_ONCE: Final = ("Guard failed on the same frame it was created", "Guard check failed: ")
+#: Each takes a new assignment of another thread; who never stops assigning gets the error.
+_BEGINNINGS: Final = 8
 _REQUIRED: Final = {"cpu", "cuda", "deterministic", "check"}
 
 
@@ -48,9 +64,12 @@ class GlobalState:
     def __init__(self) -> None:
         self._serial = 0
         self._last: dict[str, tuple[int, int]] = {}
+        self._restoring = threading.local()
 
     def note(self, setting: str) -> None:
-        """This thread assigns `setting` now."""
+        """This thread assigns `setting` now, unless it puts it back."""
+        if getattr(self._restoring, "setting", None) == setting:
+            return  # it would hide who has assigned it before
         self._serial += 1
         self._last[setting] = (self._serial, threading.get_ident())
 
@@ -61,20 +80,34 @@ class GlobalState:
         serial, thread = self._last.get(setting, (0, 0))
         return serial > began and thread != threading.get_ident()
 
+    @contextmanager
+    def _unnoted(self, setting: str) -> Iterator[None]:
+        self._restoring.setting = setting
+        try:
+            yield
+        finally:
+            self._restoring.setting = None
+
+    def moved(self, began: int) -> bool:
+        """Whether another thread has assigned a setting since that guards are made from."""
+        return any(self._by_others(setting, began) for setting in _GUARDED)
+
     def deterministic(self, began: int, mode: bool, warn_only: bool = False) -> None:
         if not self._by_others("deterministic", began):
-            _torch().use_deterministic_algorithms(mode, warn_only=warn_only)
+            with self._unnoted("deterministic"):
+                _torch().use_deterministic_algorithms(mode, warn_only=warn_only)
 
     def dtype(self, began: int, dtype: Any) -> None:
         if not self._by_others("dtype", began):
-            _torch().set_default_dtype(dtype)
+            with self._unnoted("dtype"):
+                _torch().set_default_dtype(dtype)
 
     def check(self, began: int, guards: Any) -> bool:
         """Whether the compile left the state alone; where others changed it, begin anew.
 
         What was traced is for settings that do not hold any more: its guards would fail at once.
         """
-        if not any(self._by_others(setting, began) for setting in ("deterministic", "dtype")):
+        if not self.moved(began):
             return bool(guards.check())
         if sys.exc_info()[0] is None:  # else the compile has failed for a reason of its own
             exc: Any = sys.modules["torch._dynamo.exc"]
@@ -92,6 +125,10 @@ class GlobalState:
     def cuda(self, began: int, state: Any) -> None:
         if threading.active_count() == 1:
             _torch().cuda.set_rng_state(state)
+
+    def xpu(self, began: int, state: Any) -> None:
+        if threading.active_count() == 1:
+            _torch().xpu.set_rng_state(state)
 
     def python(self, began: int, state: Any) -> None:
         if threading.active_count() == 1:
@@ -125,6 +162,13 @@ def _compiling(original: Any) -> Any:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         taken = _evaluator.taken
         try:
+            for _ in range(_BEGINNINGS - 1):
+                began = _state.begin()
+                try:
+                    return original(self, *args, **kwargs)
+                except AssertionError as e:
+                    if not str(e).startswith(_AT_ONCE) or not _state.moved(began):
+                        raise
             return original(self, *args, **kwargs)
         finally:
             _evaluator.taken = None
@@ -151,7 +195,8 @@ def _torch() -> Any:
 class _Asking(ast.NodeTransformer):
     """`restore(x)` -> `state.method(began, x)`, and a note of the beginning in `_fn`."""
 
-    def __init__(self) -> None:
+    def __init__(self, began: ast.expr) -> None:
+        self._began = began
         self.found: set[str] = set()
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
@@ -161,7 +206,7 @@ class _Asking(ast.NodeTransformer):
             return node
         self.found.add(method)
         holder = ast.Attribute(ast.Constant(PLACEHOLDER), method, ast.Load())
-        arguments: list[ast.expr] = [ast.Name(_BEGAN, ast.Load())]
+        arguments: list[ast.expr] = [self._began]
         arguments += [ast.Name("guards", ast.Load())] if method == "check" else node.args
         return ast.copy_location(ast.Call(holder, arguments, node.keywords), node)
 
@@ -184,7 +229,7 @@ def _function() -> FunctionType:
 
 
 def _new_code() -> CodeType:
-    asking = _Asking()
+    asking = _Asking(ast.Name(_BEGAN, ast.Load()))
     code = recompile(_function(), asking.visit)
     missing = _REQUIRED - asking.found
     if missing:
@@ -223,6 +268,14 @@ class _Restore(Edit):
         return slots
 
 
+def _asking_for_generators(function: FunctionType) -> CodeType:
+    asking = _Asking(ast.Constant(0))  # generators do not ask when it began
+    code = recompile(function, asking.visit)
+    if missing := {"cpu", "cuda"} - asking.found:
+        raise SourceDrift(f"preserve_rng_state does not restore {', '.join(sorted(missing))}")
+    return embed(code, {PLACEHOLDER: _state})
+
+
 def _noting(setting: str) -> Any:
     def factory(function: FunctionType) -> CodeType:
         def insert(node: ast.FunctionDef) -> ast.FunctionDef:
@@ -230,16 +283,14 @@ def _noting(setting: str) -> Any:
             for inner in ast.walk(note):
                 if hasattr(inner, "lineno"):
                     ast.copy_location(inner, node.body[0])
-            node.body.append(note) if not _returns(node) else node.body.insert(0, note)
+            # Before and after: a compile may begin or end between the note and the assignment.
+            body = ast.Try(body=node.body, handlers=[], orelse=[], finalbody=[note])
+            node.body = [note, ast.copy_location(body, node.body[0])]
             return node
 
         return embed(recompile(function, insert), {PLACEHOLDER: _state})
 
     return factory
-
-
-def _returns(node: ast.FunctionDef) -> bool:
-    return any(isinstance(inner, ast.Return) for inner in ast.walk(node))
 
 
 PATCH = Patch(
@@ -253,6 +304,11 @@ PATCH = Patch(
     affects=">=2.6.0.dev0",
     edits=(
         _Restore(),
+        Code(
+            target=f"{_UTILS}:preserve_rng_state",
+            factory=_asking_for_generators,
+            anchors=("torch.random.set_rng_state(rng_state)",),
+        ),
         Code(target="torch:use_deterministic_algorithms", factory=_noting("deterministic")),
         Code(target="torch:set_default_dtype", factory=_noting("dtype")),
         Wrap(target=f"{_CONVERT_FRAME}:CatchErrorsWrapper.__call__", factory=_compiling),

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from interleaving import WAIT_S, Worker
+from torch._dynamo import callback
 
 import torchcompat
 
@@ -183,3 +184,25 @@ def test_stacks_are_read_as_faulthandler_writes_them(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(call_gate.faulthandler, "dump_traceback", dump)
     assert call_gate.threads_in({"compile_wrapper"}) == [0x10, 0x30, 0]
+
+
+@pytest.mark.skipif(
+    "pending_callbacks" not in inspect.getsource(callback.CompilationCallbackHandler.clear),
+    reason="this torch does not ask",
+)
+def test_a_backward_that_another_thread_compiles_does_not_make_it_fail(patched: None) -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    def compile_backward() -> None:
+        trigger = callback.CallbackTrigger.LAZY_BACKWARD
+        with callback.callback_handler.install_callbacks(trigger, "0/0"):
+            inside.set()
+            assert leave.wait(WAIT_S)
+
+    worker = Worker(compile_backward)
+    assert inside.wait(WAIT_S)
+    try:
+        torch._dynamo.reset()
+    finally:
+        leave.set()
+        worker.get()

@@ -104,3 +104,15 @@ def test_function_and_module_are_restored() -> None:
     with torchcompat.applied(only=["export_threads"]):
         assert torch.compiler.is_exporting is function
     assert (function.__code__, type(torch.compiler)) == (code, cls)
+
+
+def test_an_export_that_ends_leaves_another_its_module_hierarchy(patched: None) -> None:
+    standing = Standing()
+    worker = Worker(lambda: torch.export.export(standing, (x,), strict=False))
+    assert standing.inside.wait(WAIT_S)
+    try:
+        torch.export.export(nn.Linear(4, 4), (x,), strict=False)
+    finally:
+        standing.leave.set()
+    # Without the signature of the calls the export has raised before.
+    assert [entry.fqn for entry in worker.get().module_call_graph] == [""]

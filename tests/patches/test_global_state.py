@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -7,7 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from interleaving import WAIT_S, Worker
+from torch._dynamo.backends.common import aot_autograd
+
+from torchcompat.patches import global_state
 
 x = torch.randn(4)
 
@@ -138,3 +143,57 @@ def test_a_state_of_ones_own_is_put_back_as_ever(patched: None) -> None:
     assert random.random() == wanted
     random.setstate(state)
     assert random.random() == wanted
+
+
+def test_autograd_compiles_hand_out_no_random_numbers_twice(patched: None) -> None:
+    class WithBackward(Compile):
+        def call(self, draws: bool) -> Any:
+            backend = aot_autograd(fw_compiler=self.boxed)
+            function = torch.compile(lambda y: y.sin() + 1, backend=backend)
+            return function(x), function(x)
+
+        def boxed(self, graph: Any, inputs: Any) -> Any:
+            return make_boxed_func(self.backend(graph, inputs))
+
+    torch.manual_seed(0)
+    wanted = [torch.rand(3).tolist() for _ in range(2)]
+    torch.manual_seed(0)
+    compiling = WithBackward()
+    found = [torch.rand(3).tolist()]
+    compiling.end()
+    assert [*found, torch.rand(3).tolist()] == wanted
+
+
+@pytest.mark.skipif(
+    "guard_filter_fn" not in inspect.getsource(torch._dynamo.guards),
+    reason="nothing of the program runs while guards are made",
+)
+def test_a_setting_assigned_while_guards_are_made_begins_the_compile_anew(patched: None) -> None:
+    assigned: list[torch.dtype] = []
+
+    def assign_elsewhere(guards: Any) -> list[bool]:
+        if not assigned:
+            assigned.append(torch.float64)
+            Worker(lambda: torch.set_default_dtype(torch.float64)).get()
+        return [True for _ in guards]
+
+    options = {"guard_filter_fn": assign_elsewhere}
+    compiled = torch.compile(lambda y: y + 1, backend="eager", options=options)
+    before = torch.get_default_dtype()
+    try:
+        torch.testing.assert_close(compiled(torch.ones(2)), torch.full((2,), 2.0).float())
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(before)
+    assert assigned
+
+
+def test_what_a_compile_puts_back_does_not_hide_who_has_assigned_before(patched: None) -> None:
+    state = global_state._state
+    entered = state.begin()
+    Worker(lambda: torch.set_default_dtype(torch.float64)).get()
+    state.dtype(state.begin(), torch.float64)
+    assert state.moved(entered)
+    own = state.begin()
+    torch.set_default_dtype(torch.float32)
+    assert not state.moved(own)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from interleaving import WAIT_S, Worker
 from torch import fx
-from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx._lazy_graph_module import _get_graph_module_cls, _LazyGraphModule
 
 import torchcompat
 
@@ -85,3 +85,22 @@ def test_the_methods_are_restored() -> None:
     with torchcompat.applied(only=["lazy_graph_module"]):
         assert _LazyGraphModule.real_recompile is not stock[0]
     assert (_LazyGraphModule.real_recompile, _LazyGraphModule._real_recompile) == stock
+
+
+def test_a_compile_makes_no_modules_of_other_threads_lazy(patched: None) -> None:
+    inside, leave = threading.Event(), threading.Event()
+    made: list[type] = []
+
+    def backend(graph: fx.GraphModule, _: Any) -> Any:
+        made.append(_get_graph_module_cls())
+        inside.set()
+        assert leave.wait(WAIT_S)
+        return graph.forward
+
+    worker = Worker(lambda: torch.compile(function, backend=backend)(x))
+    assert inside.wait(WAIT_S)
+    made.append(_get_graph_module_cls())
+    leave.set()
+    torch.testing.assert_close(worker.get(), function(x))
+    assert made == [_LazyGraphModule, fx.GraphModule]
+    assert _get_graph_module_cls() is fx.GraphModule

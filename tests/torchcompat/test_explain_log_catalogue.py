@@ -43,6 +43,7 @@ SURE = {
     "make_fx_tracer": {"fx_patcher", "make_fx_tracer"},
     "metrics_context": {"metrics_context"},
     "num_threads_guard": {"num_threads_guard"},
+    "pre_dispatch_modes": {"pre_dispatch_modes"},
     "recompile_budget": {"recompile_budget"},
     "recompile_budget_inner": {"recompile_budget"},
     "recompile_limit": {"recompile_limit"},
