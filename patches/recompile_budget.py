@@ -13,6 +13,9 @@ Every torch to date keeps compiled code and its limit (`recompile_limit`, 8) at 
 another module instance, another live thread. `accumulated_recompile_limit` (256) still counts all,
 so growth stays bounded; entries of threads that have ended count for everybody, so that a thread
 per request is no way around the limit. `wrap_inline` gives each wrapped object code of its own.
+
+Where a limit is truly reached, `recompile_limit` says so: a warning once for each function and
+module, or an error from the call if `on_recompile_limit` is "error".
 """
 
 from __future__ import annotations
@@ -26,9 +29,12 @@ from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any, Final
 
+from torchcompat.choice import FirstOf
 from torchcompat.patch import Patch, Wrap
 from torchcompat.sign import Sign
 from torchcompat.verdict import Finding
+
+from .recompile_limit import compiling, keep_last_reason, tell_when_exceeded
 
 _CONVERT_FRAME: Final = "torch._dynamo.convert_frame"
 _EXTERNAL: Final = "torch._dynamo.external_utils"
@@ -124,9 +130,12 @@ def _compile(original: Any) -> Any:
     signature = inspect.signature(original)
 
     def _compile(*args: Any, **kwargs: Any) -> Any:
-        frame = signature.bind(*args, **kwargs).arguments.get("frame")
+        given = signature.bind(*args, **kwargs).arguments
+        frame = given.get("frame")
         situation = None if frame is None else _situation(frame)
-        result = original(*args, **kwargs)
+        owner = None if situation is None else situation.owner
+        with compiling(given["code"], None if owner is None else owner()):
+            result = original(*args, **kwargs)
         # 2.6 answers with the code itself
         guarded = getattr(result, "guarded_code", result)
         manager = getattr(guarded, "guard_manager", None)
@@ -202,6 +211,26 @@ PATCH = Patch(
             target=f"{_CONVERT_FRAME}:_compile",
             factory=_compile,
             anchors=("exceeds_", "cache_size,"),
+        ),
+        FirstOf(
+            edits=tuple(
+                Wrap(
+                    target=f"{_CONVERT_FRAME}:{name}",
+                    factory=tell_when_exceeded,
+                    signature=("cache_size", "compile_id"),
+                    anchors=("will_compilation_exceed_specific_limit",),
+                )
+                for name in ("exceeds_recompile_limit", "exceeds_cache_size_limit")
+            )
+        ),
+        FirstOf(
+            edits=tuple(
+                Wrap(target=f"{_CONVERT_FRAME}:{name}", factory=keep_last_reason)
+                for name in (
+                    "get_and_maybe_log_recompilation_reasons",
+                    "get_and_maybe_log_recompilation_reason",
+                )
+            )
         ),
         Wrap(
             target=f"{_EXTERNAL}:wrap_inline",

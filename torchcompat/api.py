@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
-from torchcompat import thread_view
+from torchcompat import config, thread_view
+from torchcompat.config import OnLimit
 from torchcompat.engine import ENGINE
 from torchcompat.errors import ConfigError, TargetNotFound
 from torchcompat.install import AttrSlot, CodeSlot, Slot
@@ -17,17 +18,28 @@ from torchcompat.report import Report, explanation
 from torchcompat.target import MISSING, Target, unbind
 
 
-def apply(*, only: Sequence[str] | None = None, strict: bool | None = None) -> Report:
+def apply(
+    *,
+    only: Sequence[str] | None = None,
+    strict: bool | None = None,
+    on_recompile_limit: OnLimit | None = None,
+) -> Report:
     """Apply the patches that this torch needs. May be called at any time, again, from any thread.
 
     Patches whose modules are not imported are pending and finished when they are. `only` names the
-    patches wanted (with those they require); without it the settings decide.
+    patches wanted (with those they require); without it the settings decide. `on_recompile_limit`
+    says what happens where torch stops compiling a function that has as many compiled versions as
+    the limit allows: one `RecompileLimitWarning` ("warn"), or `FailOnRecompileLimitHit` from the
+    call ("error"); None leaves it as it is. It holds until the next `apply` with another value, or
+    `unapply()` of everything.
 
     Nothing is raised for a patch that does not fit, except for those named in `only`, and for all
     under `strict=True` or TORCHCOMPAT=strict: `PatchNotApplied`. `strict=False`: never. Settings or
     ids that mean nothing raise `ConfigError`. Under TORCHCOMPAT=off nothing is done or raised.
     """
     thread_view.watch_as_told()
+    if on_recompile_limit is not None:
+        config.set_arguments({**config.arguments(), "on_recompile_limit": on_recompile_limit})
     return ENGINE.apply(_names(only), strict)
 
 
@@ -52,17 +64,26 @@ def unapply(ids: Sequence[str] | None = None) -> Report:
     The originals are back by identity. Where other code has put itself over ours, ours stays in
     the chain and passes calls on: state displaced. Raises `ConfigError` for an unknown id.
     """
+    if ids is None:
+        config.set_arguments({})
     return ENGINE.unapply(_names(ids))
 
 
 @contextmanager
-def applied(*, only: Sequence[str] | None = None, strict: bool | None = None) -> Iterator[Report]:
+def applied(
+    *,
+    only: Sequence[str] | None = None,
+    strict: bool | None = None,
+    on_recompile_limit: OnLimit | None = None,
+) -> Iterator[Report]:
     """`apply()` for a while: what was not applied or pending before is taken away at the end."""
-    before = ENGINE.active()
+    before, told, in_force = ENGINE.active(), config.arguments(), config.in_force()
     try:
-        yield apply(only=only, strict=strict)
+        yield apply(only=only, strict=strict, on_recompile_limit=on_recompile_limit)
     finally:
         unapply(sorted(ENGINE.active() - before))
+        config.set_arguments(told)
+        config.take_effect(in_force)
 
 
 def original(target: str) -> Any:

@@ -6,6 +6,8 @@ only      TORCHCOMPAT_ONLY     patch ids to apply, and no others
 plugins   TORCHCOMPAT_PLUGINS  auto, none, or the names of the entry points to load
 lock      TORCHCOMPAT_LOCK     a file of `python -m torchcompat lock`: what has changed since is not
                                patched; in pyproject.toml relative to its folder
+on_recompile_limit             TORCHCOMPAT_ON_RECOMPILE_LIMIT: warn or error, where torch stops
+                               compiling a function because it has too many versions already
 
 TORCHCOMPAT_AUTO is no setting: `autoload` reads it before anything of this package is loaded.
 """
@@ -23,6 +25,7 @@ from typing import Any, Final, Literal
 from torchcompat.errors import ConfigError, nearest
 
 Mode = Literal["on", "off", "strict"]
+OnLimit = Literal["warn", "error"]
 
 ENVIRONMENT: Final = {
     "TORCHCOMPAT": "mode",
@@ -30,6 +33,7 @@ ENVIRONMENT: Final = {
     "TORCHCOMPAT_ONLY": "only",
     "TORCHCOMPAT_PLUGINS": "plugins",
     "TORCHCOMPAT_LOCK": "lock",
+    "TORCHCOMPAT_ON_RECOMPILE_LIMIT": "on_recompile_limit",
 }
 _PREFIX: Final = "TORCHCOMPAT_"
 # Ours as well, but read elsewhere.
@@ -42,6 +46,8 @@ _MODES: Final[dict[str, Mode]] = {
     "strict": "strict",
 }
 
+_ON_LIMIT: Final[dict[str, OnLimit]] = {"warn": "warn", "error": "error"}
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -52,6 +58,7 @@ class Settings:
     only: tuple[str, ...] | None = None
     plugins: tuple[str, ...] | Literal["auto", "none"] = "auto"
     lock: str | None = None
+    on_recompile_limit: OnLimit = "warn"
     origin: Mapping[str, str] = field(default_factory=dict)
 
     def where(self, name: str) -> str:
@@ -65,6 +72,7 @@ class Settings:
             "only": "all" if self.only is None else ", ".join(self.only),
             "plugins": self.plugins if isinstance(self.plugins, str) else ", ".join(self.plugins),
             "lock": self.lock or "none",
+            "on_recompile_limit": self.on_recompile_limit,
         }
         return [f"{name} = {value} ({self.where(name)})" for name, value in shown.items()]
 
@@ -75,12 +83,13 @@ class Settings:
             "only": None if self.only is None else list(self.only),
             "plugins": self.plugins if isinstance(self.plugins, str) else list(self.plugins),
             "lock": self.lock,
+            "on_recompile_limit": self.on_recompile_limit,
             "origin": dict(self.origin),
         }
 
 
 def load(environ: Mapping[str, str] | None = None, folder: Path | None = None) -> Settings:
-    """The settings of the file and the environment.
+    """The settings of the file, the environment and the arguments of `apply`.
 
     Raises `ConfigError` for an unknown name or a value that means nothing, but not under
     TORCHCOMPAT=off: that switch is there to run without us.
@@ -91,11 +100,50 @@ def load(environ: Mapping[str, str] | None = None, folder: Path | None = None) -
             settings = _from_file(Settings(), folder or Path.cwd())
         except OSError:  # no current directory, or a file that may not be read
             settings = Settings()
-        return _from_env(settings, environ)
+        settings = _from_env(settings, environ)
+        for name, value in _arguments.items():
+            settings = _with(settings, name, value, f"{name}=")
+        return settings
     except ConfigError:
-        if _MODES.get(environ.get("TORCHCOMPAT", "").strip().lower()) == "off":
+        if _is_off(environ):
             return Settings(mode="off", origin={"mode": "TORCHCOMPAT"})
         raise
+
+
+def _is_off(environ: Mapping[str, str]) -> bool:
+    return _MODES.get(environ.get("TORCHCOMPAT", "").strip().lower()) == "off"
+
+
+# What apply() was told, which holds until it is told otherwise or everything is unapplied.
+_arguments: dict[str, object] = {}
+_in_force: Settings = Settings()
+
+
+def arguments() -> dict[str, object]:
+    """The settings that `apply` was given; a copy."""
+    return dict(_arguments)
+
+
+def set_arguments(given: Mapping[str, object]) -> None:
+    """Replace the settings that `apply` was given. Raises `ConfigError`, and changes nothing then;
+    under TORCHCOMPAT=off it does neither."""
+    if _is_off(os.environ):
+        return
+    for name, value in given.items():
+        _READ[name](value, f"{name}=")
+    _arguments.clear()
+    _arguments.update(given)
+
+
+def take_effect(settings: Settings) -> None:
+    """From now on `settings` is what patches go by."""
+    global _in_force
+    _in_force = settings
+
+
+def in_force() -> Settings:
+    """What patches go by: the settings of the last `apply`. Reads no file, and raises nothing."""
+    return _in_force
 
 
 def _with(settings: Settings, name: str, value: Any, layer: str) -> Settings:
@@ -178,10 +226,18 @@ def _read_lock(value: object, layer: str) -> str:
     return value
 
 
+def _read_on_limit(value: object, layer: str) -> OnLimit:
+    choice = _ON_LIMIT.get(value.strip().lower()) if isinstance(value, str) else None
+    if choice is None:
+        raise ConfigError(f"{layer} is {value!r}; it can be warn or error")
+    return choice
+
+
 _READ: Final[dict[str, Callable[[object, str], Any]]] = {
     "mode": _read_mode,
     "disable": _read_names,
     "only": _read_names,
     "plugins": _read_plugins,
     "lock": _read_lock,
+    "on_recompile_limit": _read_on_limit,
 }

@@ -210,6 +210,7 @@ class Engine:
         settings = config.load()
         if settings.mode == "off":
             return self._switched_off(settings, only or ())
+        config.take_effect(settings)
         catalog = self._catalog(settings)
         selected = self._select(catalog, only)
         build = find_build()

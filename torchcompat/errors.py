@@ -8,6 +8,9 @@ TorchCompatError
     ├── SourceDrift        it exists but is not the code that the patch was written for
     ├── PatchConflict      another patch already has hold of it
     └── PatchNotApplied    a patch asked for by name, or under strict, did not come to be applied
+
+TorchCompatWarning
+└── RecompileLimitWarning  torch stops compiling a function: it has as many versions as it may
 """
 
 from __future__ import annotations
@@ -62,6 +65,14 @@ class PatchNotApplied(PatchError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return (type(self), (self.patch_id, self.verdict))
+
+
+class TorchCompatWarning(UserWarning):
+    """Base of all warnings of this package."""
+
+
+class RecompileLimitWarning(TorchCompatWarning):
+    """A function has as many compiled versions as it may: what needs another runs uncompiled."""
 
 
 def nearest(name: str, allowed: Iterable[str], shown: Mapping[str, str] | None = None) -> str:

@@ -49,6 +49,17 @@ def test_file_below_environment(tmp_path: Path) -> None:
     assert "only = c, d (TORCHCOMPAT_ONLY)" in settings.lines()
 
 
+def test_what_to_do_at_the_recompile_limit(tmp_path: Path) -> None:
+    pyproject(tmp_path, '[tool.torchcompat]\non_recompile_limit = "error"\n')
+    assert load({}, tmp_path).on_recompile_limit == "error"
+    environ = {"TORCHCOMPAT_ON_RECOMPILE_LIMIT": "Warn"}
+    settings = load(environ, tmp_path)
+    assert settings.on_recompile_limit == "warn"
+    assert "on_recompile_limit = warn (TORCHCOMPAT_ON_RECOMPILE_LIMIT)" in settings.lines()
+    with pytest.raises(ConfigError, match="RECOMPILE_LIMIT is 'stop'; it can be warn or error"):
+        load({"TORCHCOMPAT_ON_RECOMPILE_LIMIT": "stop"}, tmp_path)
+
+
 def test_the_nearest_file_counts_and_need_not_be_ours(tmp_path: Path) -> None:
     pyproject(tmp_path, '[tool.torchcompat]\nmode = "off"\n')
     pyproject(tmp_path / "sub", "this is = not TOML [")
