@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dflash import __version__
+from dflash.cli_decode import add_eval, add_generate
 from dflash.cli_formats import add_export, add_inspect
 from dflash.config import PRESETS, Config, settings
 from dflash.errors import ConfigError, DFlashError
@@ -154,7 +155,7 @@ def _resumed(run: Path, overrides: dict[str, Any]) -> Config:
 def _parsers() -> tuple[_Parser, _Parser]:
     parser = _Parser(
         prog="dflash",
-        description="Train DFlash block-diffusion drafters in one process.",
+        description="Train DFlash block-diffusion drafters in one process, and decode with them.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"dflash {__version__}")
@@ -191,6 +192,8 @@ def _parsers() -> tuple[_Parser, _Parser]:
     for flag, name in _SHORTHANDS.items():
         add(f"--{flag}", metavar=flag.upper().replace("-", "_"), help=f"{known[name][2]} ({name})")
     add("--show-config", action="store_true", help="print the resolved settings and stop")
+    add_generate(commands)
+    add_eval(commands)
     add_export(commands)
     add_inspect(commands)
     return parser, train
