@@ -26,9 +26,10 @@ def jsonl(path, rows):
 @pytest.mark.parametrize("name", sorted(ROWS))
 def test_a_data_sets_own_rows(tmp_path, name):
     (sample,) = load_task(name, jsonl(tmp_path / "x.jsonl", [ROWS[name]]), 0)
+    sum_text = "2 + 2?\nPlease reason step by step, and put your final answer within \\boxed{}."
     text = {
-        "gsm8k": "2 + 2?\nPlease reason step by step, and put your final answer within \\boxed{}.",
-        "math500": "2 + 2?\nPlease reason step by step, and put your final answer within \\boxed{}.",
+        "gsm8k": sum_text,
+        "math500": sum_text,
         "mbpp": "Add.",
         "humaneval": "Write a solution to the following problem and make sure that it passes the "
         "tests:\n```python\ndef add(a, b):\n```",
@@ -76,7 +77,7 @@ def test_bad_files(tmp_path, rows, text):
 
 
 def test_what_cannot_be_had_names_the_way_out(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match="no task .gsm9k.: humaneval, gsm8k"):
+    with pytest.raises(ConfigError, match=r"no task .gsm9k.: humaneval, gsm8k"):
         load_task("gsm9k", None, 0)
     with pytest.raises(DataError, match="cannot be read"):
         load_task("gsm8k", tmp_path / "nothing.jsonl", 0)
