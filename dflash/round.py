@@ -22,6 +22,10 @@ from dflash.sampling import Sampling, propose, verify
 
 __all__ = ["Round", "compiled_length", "compiled_round"]
 
+# Graphs of one function that torch.compile keeps, at least: one for each width, number of rows,
+# length of the caches and way of sampling that a process uses. Its own limit of 8 is soon reached.
+_GRAPHS = 64
+
 # Compiled caches have one of few lengths: doublings of this.
 _COMPILED_LENGTH = 256
 
@@ -104,7 +108,10 @@ def compiled_round(work: Round, backend: str) -> Step:
     """
     if not isinstance(work.rows, LeanRows):
         return work.run
-    run: Any = torch.compile(work.run, backend=backend, dynamic=False)
+    limits: Any = torch._dynamo.config
+    name = "recompile_limit" if hasattr(limits, "recompile_limit") else "cache_size_limit"
+    setattr(limits, name, max(getattr(limits, name), _GRAPHS))
+    run: Any = torch.compile(work.run, backend=backend, dynamic=False, fullgraph=True)
     if work.target.device.type != "cuda":
         return lambda *arguments: run(*arguments[:5], ())
     graphs: dict[tuple[int, int], _Captured] = {}
