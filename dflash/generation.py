@@ -178,7 +178,8 @@ class _Batch:
         self._width = max(policy.widths)
         # The last block may begin with the last token, and is written whole.
         longest = max(len(p) + n for p, n in zip(prompts, limits, strict=True)) + self._width
-        self._max_len = compiled_length(longest) if backend else longest
+        # Compiled rounds go on with rows that have ended, behind their last block.
+        self._max_len = compiled_length(longest + self._width) if backend else longest
         self._reach = self._max_len if backend else None
         self._rows = target_rows(target, rows, self._max_len)
         self._draft_rows = None if drafter is None else DraftRows(drafter, rows, self._max_len)

@@ -10,6 +10,7 @@ from model_dir import WORDS, make_model, make_tokenizer
 from test_target import model_of
 
 import dflash
+from dflash import generation
 from dflash.decode import greedy, speculative
 from dflash.drafter import Drafter, DrafterConfig
 from dflash.errors import GenerationError
@@ -90,25 +91,48 @@ def test_models_of_transformers_own_path_too(kind):
         assert alone.calls == 14
 
 
-def test_rows_that_accept_differently_move_apart(tiny, tiny_drafter, monkeypatch):
-    """Row 1's drafts are always right, the others' never: it ends first, and all are right."""
-    texts = [greedy(tiny, prompt, 24).ids for prompt in PROMPTS[:3]]
+@pytest.fixture
+def row_1_knows(tiny, monkeypatch):
+    """Row 1, of PROMPTS[1], drafts what the target will write; the others draft nothing right."""
+    text = greedy(tiny, PROMPTS[1], 24).ids
 
     def oracle(self, anchors_b, starts_b, uniforms, width, reach):
         block = anchors_b.unsqueeze(1).repeat(1, width)
-        for row, start in enumerate(starts_b.tolist()):
-            at = start - len(PROMPTS[1])
-            if 0 <= at < 24 and texts[1][at] == int(anchors_b[row]) and row == 1:
-                block[row, 1:] = torch.tensor((texts[1] + [0] * width)[at + 1 : at + width])
+        at = int(starts_b[1]) - len(PROMPTS[1]) if len(starts_b) > 1 else -1
+        if 0 <= at < 24 and text[at] == int(anchors_b[1]):
+            block[1, 1:] = torch.tensor((text + [0] * width)[at + 1 : at + width])
         return block, None
 
     monkeypatch.setattr(Round, "_draft", oracle)
+
+
+def test_rows_that_accept_differently_move_apart(tiny, tiny_drafter, row_1_knows):
+    """Row 1 ends first, and all texts are right."""
     found = dflash.generate(
         tiny, tiny_drafter, PROMPTS[:3], max_new_tokens=24, stop_token_ids=(), adaptive=False
     )
-    assert [completion.ids for completion in found] == texts
+    assert [c.ids for c in found] == [greedy(tiny, p, 24).ids for p in PROMPTS[:3]]
     assert set(found[1].accept_lengths[:-1]) == {4}
     assert found[1].calls < found[0].calls
+
+
+def test_an_ended_row_of_a_static_batch_stays_inside_the_cache(
+    tiny, tiny_drafter, row_1_knows, monkeypatch
+):
+    """It is computed on with the others, from behind its last block, which may overshoot."""
+    monkeypatch.setattr(generation, "compiled_round", lambda work, backend: work.run)
+    monkeypatch.setattr(generation, "compiled_length", lambda positions: positions)
+    found = dflash.generate(
+        tiny,
+        tiny_drafter,
+        PROMPTS[:2],
+        max_new_tokens=7,
+        stop_token_ids=(),
+        adaptive=False,
+        compile=True,
+    )
+    assert [c.ids for c in found] == [greedy(tiny, p, 7).ids for p in PROMPTS[:2]]
+    assert found[1].calls == 3
 
 
 def test_the_first_of_many_prompts_leaves_its_row_to_the_next(tiny, tiny_drafter):
