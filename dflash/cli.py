@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 from dflash import __version__
 from dflash.cli_data import add_data, show_data
+from dflash.cli_decode import add_eval, add_generate
 from dflash.cli_formats import add_export, add_inspect
 from dflash.config import PRESETS, Config, settings
 from dflash.errors import ConfigError, DFlashError
@@ -161,7 +162,7 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     """The parser, and those of the commands that take settings."""
     parser = _Parser(
         prog="dflash",
-        description="Train DFlash block-diffusion drafters in one process.",
+        description="Train DFlash block-diffusion drafters in one process, and decode with them.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"dflash {__version__}")
@@ -199,6 +200,8 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
         add(f"--{flag}", metavar=flag.upper().replace("-", "_"), help=f"{known[name][2]} ({name})")
     add("--show-config", action="store_true", help="print the resolved settings and stop")
     data = add_data(commands)
+    add_generate(commands)
+    add_eval(commands)
     add_export(commands)
     add_inspect(commands)
     return parser, {"train": train, "data": data}

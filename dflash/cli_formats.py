@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dflash.export import Exported
     from dflash.target import Target
 
-__all__ = ["add_export", "add_inspect"]
+__all__ = ["add_export", "add_inspect", "target_of_run"]
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
@@ -152,7 +152,7 @@ def _export(options: argparse.Namespace) -> int:
     check_out(options.out, place, overwrite=options.overwrite)
     name = options.target
     if name is None and options.format == "speculators":
-        name = _target_of_run(place)
+        name = target_of_run(place)
     target = None if name is None else _target(name, options.dtype)
     source = read_checkpoint(place, target=target.spec if target else None, frozen=target)
     verifier = None if target is None else Verifier.of(target)
@@ -211,7 +211,7 @@ def _target(name: str, dtype: str) -> Target:
         raise ConfigError(f"--target: {error}") from error
 
 
-def _target_of_run(checkpoint: Path) -> str | None:
+def target_of_run(checkpoint: Path) -> str | None:
     """The target in the settings of the run that a checkpoint lies in."""
     settings = checkpoint.parent.parent / "config.json"
     if checkpoint.parent.name != "checkpoints" or not settings.is_file():

@@ -19,7 +19,7 @@ from dflash.acceptance import accepted_length
 from dflash.drafter import DraftCache, Drafter
 from dflash.errors import GenerationError
 
-__all__ = ["CacheLike", "DecodeTarget", "Generation", "greedy", "speculative"]
+__all__ = ["CacheLike", "DecodeTarget", "Generation", "check_drafter", "greedy", "speculative"]
 
 
 class CacheLike(Protocol):
@@ -36,6 +36,9 @@ class DecodeTarget(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
     @property
     def layer_ids(self) -> tuple[int, ...]: ...
@@ -109,7 +112,7 @@ def speculative(
     ``accept_lengths``. Raises GenerationError for an impossible request or a foreign drafter.
     """
     _check_request(prompt_ids, max_new_tokens)
-    width = _check_drafter(target, drafter, block_size)
+    width = check_drafter(target, drafter, block_size)
     clock = _Clock(target.device)
     start = len(prompt_ids)
     # The last block may begin one token before the limit and is verified whole.
@@ -197,7 +200,8 @@ def _check_request(prompt_ids: Sequence[int], max_new_tokens: int) -> None:
         raise GenerationError(f"max_new_tokens is {max_new_tokens}; it must be >= 1")
 
 
-def _check_drafter(target: DecodeTarget, drafter: Drafter, block_size: int | None) -> int:
+def check_drafter(target: DecodeTarget, drafter: Drafter, block_size: int | None) -> int:
+    """The width of its blocks. GenerationError for a block or a target it was not trained for."""
     trained = drafter.config.block_size
     width = trained if block_size is None else block_size
     if not 2 <= width <= trained:

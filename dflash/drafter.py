@@ -127,7 +127,7 @@ class DrafterLayer(nn.Module):
             k_bgLD = torch.cat([k_ctx, k_blk], dim=2)
             v_bgLD = torch.cat([v_ctx, v_blk], dim=2)
             attended = attend(q_bhQD, k_bgLD, v_bgLD, mask, self.backend)
-        return self._finish(x_bQH, attended)
+        return self.finish(x_bQH, attended)
 
     def forward_cached(
         self,
@@ -143,9 +143,10 @@ class DrafterLayer(nn.Module):
         q_bhQD = attention.queries(normed_bQH, *rope_block)
         kept.append(*attention.keys_values(new_context_bCH, *rope_context))
         k_bgLD, v_bgLD = kept.with_block(*attention.keys_values(normed_bQH, *rope_block))
-        return self._finish(x_bQH, attend(q_bhQD, k_bgLD, v_bgLD, None, "sdpa"))
+        return self.finish(x_bQH, attend(q_bhQD, k_bgLD, v_bgLD, None, "sdpa"))
 
-    def _finish(self, x_bQH: Tensor, attended_bhQD: Tensor) -> Tensor:
+    def finish(self, x_bQH: Tensor, attended_bhQD: Tensor) -> Tensor:
+        """What follows the attention: both residual additions and the MLP."""
         x_bQH = x_bQH + self.self_attn.output(attended_bhQD)
         out: Tensor = x_bQH + self.mlp(self.post_attention_layernorm(x_bQH))
         return out
@@ -245,7 +246,7 @@ class Drafter(nn.Module):
                 f"{self.config.num_taps} taps of {self.config.hidden_size}"
             )
         if not torch.is_autocast_enabled(context_bSF.device.type):
-            context_bSF = self._as_input(context_bSF)
+            context_bSF = self.as_input(context_bSF)
         fused: Tensor = self.hidden_norm(self.fc(context_bSF))
         return fused
 
@@ -262,7 +263,7 @@ class Drafter(nn.Module):
         ``mask`` is ``mask.block_mask`` of this drafter's backend. Apply the target's head to the
         result; slot k predicts the token at anchor + k.
         """
-        x_bQH = self._as_input(block_embeds_bQH)
+        x_bQH = self.as_input(block_embeds_bQH)
         if self._compiled and torch.is_grad_enabled():
             # The first layer's input needs no gradient, all others' do: without this the first
             # layer would get a graph of its own and everything would be compiled twice.
@@ -293,7 +294,7 @@ class Drafter(nn.Module):
                 f"{cache.length} + {new} context positions and a block of {slots} do not fit a "
                 f"draft cache of {room} and blocks of {self.config.block_size}"
             )
-        x_1QH = self._as_input(block_embeds_1QH)
+        x_1QH = self.as_input(block_embeds_1QH)
         context_1CH = self.fuse_context(new_context_1CF)
         rope_context = self.rope(context_positions_1C)
         rope_block = self.rope(block_positions_1Q)
@@ -308,7 +309,8 @@ class Drafter(nn.Module):
         weight = self.norm.weight
         return DraftCache(self.config, max_len, device=weight.device, dtype=weight.dtype)
 
-    def _as_input(self, x: Tensor) -> Tensor:
+    def as_input(self, x: Tensor) -> Tensor:
+        """``x`` in the type of the residual stream."""
         # The residual stream has the parameters' dtype: float32 under autocast with float32
         # masters, where sums over layers would lose bits in bfloat16.
         return x.to(self.norm.weight.dtype)

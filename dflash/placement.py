@@ -137,9 +137,13 @@ def _auto(text: str) -> bool:
     return text.strip() == "auto"
 
 
+def named_devices(text: str, setting: str, gpus: int) -> tuple[torch.device, ...]:
+    """Devices from a comma-separated list. ConfigError, naming the setting, for one that is not."""
+    return tuple(_device(part.strip(), setting, gpus) for part in text.split(","))
+
+
 def _devices(text: str, default: list[str], setting: str, gpus: int) -> tuple[torch.device, ...]:
-    names = default if _auto(text) else [part.strip() for part in text.split(",")]
-    return tuple(_device(name, setting, gpus) for name in names)
+    return named_devices(",".join(default) if _auto(text) else text, setting, gpus)
 
 
 def _device(name: str, setting: str, gpus: int) -> torch.device:

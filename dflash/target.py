@@ -208,6 +208,23 @@ class Target:
         cache.advance(ids_1C.shape[1])
         return self.head(hidden_1CH), wanted.context() if taps else None
 
+    @torch.no_grad()
+    def generate(self, ids: Sequence[int], max_new_tokens: int) -> list[int]:
+        """New tokens of transformers' own greedy ``generate``, the stop token included."""
+        ids_1P = torch.tensor([list(ids)], device=self.device)
+        written = self._model.generate(
+            ids_1P,
+            attention_mask=torch.ones_like(ids_1P),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+            pad_token_id=self.spec.pad_id,
+        )
+        found: list[int] = written[0, len(ids) :].tolist()
+        return found
+
     def hf_cache(self) -> Any:
         """An empty cache of transformers; without a config it keeps every token, as crop needs."""
         from transformers import DynamicCache
