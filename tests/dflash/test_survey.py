@@ -84,7 +84,10 @@ NO_END = (
     "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} {% endfor %}"
     "{% if add_generation_prompt %}<assistant> {% endif %}"
 )
-PROMPT_IS_NOTHING = "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ m['content'] }} <end> {% endif %}{% endfor %}"
+PROMPT_IS_NOTHING = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ m['content'] }} <end> {% endif %}"
+    "{% endfor %}"
+)
 
 
 @pytest.mark.parametrize(

@@ -350,7 +350,9 @@ class TestBadInput:
 def test_prepared_parts_do_not_change_the_held_out_prompts(inputs):
     """The same seed holds the same conversations out, whatever else is set."""
     found = [
-        train_module.split(train_module.read_jsonl(inputs / "chats.jsonl", train_module.Rejects("error")), 3, seed).held_out
+        train_module.split(
+            train_module.read_jsonl(inputs / "chats.jsonl", train_module.Rejects("error")), 3, seed
+        ).held_out
         for seed in (0, 0, 1)
     ]
     assert found[0] == found[1] != found[2]
