@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash.data import read_jsonl
+from dflash.data import Rejects, read_jsonl
 from dflash.errors import ConfigError, DataError
 from dflash.humaneval import humaneval_prompts
 
@@ -72,7 +72,7 @@ def load_task(name: str, file: Path | None, limit: int) -> list[Sample]:
     if name not in TASKS:
         if file is None:
             raise ConfigError(f"there is no task {name!r}: {', '.join(TASKS)}, or --data FILE")
-        return _drawn([_own(c.prompt) for c in read_jsonl(file)], limit)
+        return _drawn([_own(c.prompt) for c in read_jsonl(file, Rejects("error"))], limit)
     rows = _read(file) if file is not None else _installed(name)
     samples = []
     for number, row in enumerate(rows, start=1):
