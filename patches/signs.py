@@ -12,31 +12,8 @@ from torchcompat.sign import Hazard, Sign
 _LIMIT: Final = (
     r"torch\._dynamo hit config\.\w+ \(\d+\)(?!(?s:.)*external_utils\.py)(?s:.)*last reason:.*"
 )
-# What torch imports only when the compiler is first used.
-_LAZY: Final = r"torch\.(?:_dynamo|_inductor|_functorch|_export|fx|compiler)"
 
 HAZARDS: Final[tuple[Hazard, ...]] = (
-    Hazard(
-        id="import_race",
-        title="The compiler's modules must not be imported by two threads at once",
-        advice=(
-            "Call torchcompat.apply() and `import torch._dynamo, torch._inductor.compile_fx` in "
-            "the main thread before the first thread starts."
-        ),
-        signs=(
-            Sign(
-                text=rf"partially initialized module '{_LAZY}[\w.]*'",
-                in_thread=True,
-            ),
-            Sign(text=rf"partially initialized module '{_LAZY}[\w.]*'", sure=False),
-            Sign(text=rf"deadlock detected by _ModuleLock\('{_LAZY}[\w.]*'\)"),
-            Sign(
-                text=r"No module named 'torch\._C[\w.]*'; 'torch\._C' is not a package",
-                in_thread=True,
-                sure=False,  # a broken installation says the same
-            ),
-        ),
-    ),
     Hazard(
         id="recompile_limit",
         title="A function met more different inputs than its recompile limit allows",
