@@ -12,13 +12,17 @@ parameters. A module that cannot be copied is exported as it is, with a warning.
 from __future__ import annotations
 
 import copy
+import re
 import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 from torchcompat.patch import Patch, Wrap
+
+#: The tables of `nn.Module` that a call of it looks at.
+_CALL_HOOKS: Final = re.compile(r"_(?:forward|backward)_(?:pre_)?hooks\w*")
 
 
 def _tensors(module: Any) -> Iterator[Any]:
@@ -34,7 +38,8 @@ def copied(module: Any) -> Any:
     """A copy with the same tensors, or `module` itself, with a warning, if it cannot be had."""
     memo = {id(tensor): tensor for tensor in _tensors(module)}
     try:
-        return copy.deepcopy(module, memo)
+        copy_of_it = copy.deepcopy(module, memo)
+        _complete(module, memo)
     except Exception as e:  # noqa: BLE001 - locks, handles, anybody's __deepcopy__
         warnings.warn(
             f"{type(module).__name__} cannot be copied ({type(e).__name__}: {e}), so that it is "
@@ -43,6 +48,17 @@ def copied(module: Any) -> Any:
             stacklevel=4,
         )
         return module
+    return copy_of_it
+
+
+def _complete(module: Any, memo: dict[int, Any]) -> None:
+    """Copy what torch leaves out of a copied GraphModule: hooks of calls, and plain attributes that
+    the graph does not name. What an exported program checks of its inputs is made of these."""
+    for part in module.modules():
+        twin = vars(memo[id(part)]) if id(part) in memo else {}
+        for name, value in vars(part).items():
+            if name not in twin or (_CALL_HOOKS.fullmatch(name) and value and not twin[name]):
+                twin[name] = copy.deepcopy(value, memo)
 
 
 def _export(original: Any) -> Any:

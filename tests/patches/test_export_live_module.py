@@ -8,6 +8,8 @@ import torch
 from interleaving import WAIT_S, Worker
 from torch import nn
 
+from torchcompat.patches.export_live_module import copied
+
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 x = torch.ones(1, 2)
 
@@ -68,3 +70,22 @@ def test_a_module_that_cannot_be_copied_is_exported_in_place(patched: None) -> N
     with pytest.warns(UserWarning, match="Locked cannot be copied"):
         program = Worker(lambda: torch.export.export(locked, (x,), strict=False)).get()
     torch.testing.assert_close(program.module()(x), locked(x))
+
+
+def test_a_program_that_is_exported_again_keeps_its_checks_of_inputs(patched: None) -> None:
+    class Total(nn.Module):
+        def forward(self, y: Any) -> Any:
+            return y.sum(0)
+
+    first = torch.export.export(Total(), (torch.ones(3, 2),), strict=False).module()
+    refusals = []
+    with pytest.raises((RuntimeError, AssertionError)) as refusal:
+        first(torch.ones(5, 2))
+    refusals.append(str(refusal.value))
+    hooks = len(first._forward_pre_hooks)
+    copy = copied(first)
+    assert (len(copy._forward_pre_hooks), set(vars(first)) - set(vars(copy))) == (hooks, set())
+    with pytest.raises((RuntimeError, AssertionError)) as refusal:
+        copy(torch.ones(5, 2))
+    refusals.append(str(refusal.value))
+    assert refusals[0] == refusals[1]
