@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         TargetNotFound,
         TorchCompatError,
         TorchCompatWarning,
+        WarmupError,
     )
     from torchcompat.patch import Code, Edit, Patch, Replace, Value, Wrap
     from torchcompat.report import Report
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from torchcompat.target import MISSING
     from torchcompat.thread_view import threads, threads_every, threads_on_signal
     from torchcompat.verdict import Finding, State, Verdict
+    from torchcompat.warming import WarmupItem, WarmupReport, warmup
 
 __all__ = [
     "MISSING",
@@ -66,6 +68,9 @@ __all__ = [
     "TorchCompatWarning",
     "Value",
     "Verdict",
+    "WarmupError",
+    "WarmupItem",
+    "WarmupReport",
     "Wrap",
     "applied",
     "apply",
@@ -77,6 +82,7 @@ __all__ = [
     "threads_every",
     "threads_on_signal",
     "unapply",
+    "warmup",
 ]
 
 # Which module of this package has each of the names.
@@ -95,6 +101,7 @@ _HOMES = {
         "TargetNotFound",
         "TorchCompatError",
         "TorchCompatWarning",
+        "WarmupError",
     ),
     "patch": ("Code", "Edit", "Patch", "Replace", "Value", "Wrap"),
     "report": ("Report",),
@@ -103,6 +110,7 @@ _HOMES = {
     "target": ("MISSING",),
     "thread_view": ("threads", "threads_every", "threads_on_signal"),
     "verdict": ("Finding", "State", "Verdict"),
+    "warming": ("WarmupItem", "WarmupReport", "warmup"),
 }
 
 

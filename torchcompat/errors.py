@@ -3,6 +3,7 @@
 TorchCompatError
 ├── ConfigError            a setting, patch id or environment variable that means nothing
 ├── PluginError            an entry point that does not give usable patches
+├── WarmupError            a call that `warmup` made raised; names the example and the device
 └── PatchError             one patch; `patch_id` is None where the raiser cannot know it
     ├── TargetNotFound     the name that the patch replaces does not exist in this torch
     ├── SourceDrift        it exists but is not the code that the patch was written for
@@ -65,6 +66,28 @@ class PatchNotApplied(PatchError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return (type(self), (self.patch_id, self.verdict))
+
+
+class WarmupError(TorchCompatError):
+    """A call that `warmup` made raised, or came to the recompile limit. `item` is the example's
+    name, `device` where it ran; the cause is the exception itself."""
+
+    def __init__(self, item: str, device: str, number: str, error: Exception) -> None:
+        first = (str(error).strip().splitlines() or ["no message"])[0]
+        if type(error).__name__ == "FailOnRecompileLimitHit":
+            first += (
+                ". It would run uncompiled: warm up fewer shapes, use dynamic=True, or raise "
+                "torch._dynamo.config.recompile_limit (cache_size_limit up to 2.6)"
+            )
+        super().__init__(
+            f"warmup {number}, {item} on {device}: {type(error).__name__}: {first}",
+        )
+        self.item = item
+        self.device = device
+        self._made_from = (item, device, number, error)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), self._made_from)
 
 
 class TorchCompatWarning(UserWarning):
