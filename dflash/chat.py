@@ -14,7 +14,14 @@ from typing import Any
 
 from dflash.errors import DataError
 
-__all__ = ["Example", "encode_conversation", "encode_prompt", "with_response"]
+__all__ = [
+    "Example",
+    "encode_conversation",
+    "encode_prompt",
+    "encode_text",
+    "encode_text_prompt",
+    "with_response",
+]
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -37,12 +44,14 @@ class Example:
         return Example(self.ids[:length], self.loss_mask[:length], self.origin)
 
 
-def encode_prompt(tokenizer: Any, messages: Messages, origin: str) -> list[int]:
+def encode_prompt(
+    tokenizer: Any, messages: Messages, origin: str, tools: Sequence[Any] = ()
+) -> list[int]:
     """The tokens after which the target writes its next turn.
 
     Raises DataError where the template refuses the messages.
     """
-    return _tokens(tokenizer, _rendered(tokenizer, messages, origin, prompt=True))
+    return _tokens(tokenizer, _rendered(tokenizer, messages, origin, tools, prompt=True))
 
 
 def with_response(
@@ -51,15 +60,20 @@ def with_response(
     stop_ids: Collection[int],
     response: Sequence[int],
     origin: str,
+    tools: Sequence[Any] = (),
 ) -> Example:
     """The sequence of a prompt and the tokens that the target wrote after it; earlier answers in
     `messages` are supervised as well."""
-    pieces = _pieces(tokenizer, messages, origin, prompt=True)
+    pieces = _pieces(tokenizer, messages, origin, tools, prompt=True)
     return _example(tokenizer, pieces, stop_ids, origin, response)
 
 
 def encode_conversation(
-    tokenizer: Any, messages: Messages, stop_ids: Collection[int], origin: str
+    tokenizer: Any,
+    messages: Messages,
+    stop_ids: Collection[int],
+    origin: str,
+    tools: Sequence[Any] = (),
 ) -> Example:
     """The sequence of a conversation that ends with the assistant, up to the end of that turn.
 
@@ -67,23 +81,66 @@ def encode_conversation(
     supervised. Raises DataError where the template refuses the messages, or where it hides even
     the last turn.
     """
-    pieces = _pieces(tokenizer, messages, origin, prompt=False)
+    pieces = _pieces(tokenizer, messages, origin, tools, prompt=False)
     return _example(tokenizer, pieces, stop_ids, origin)
 
 
+def encode_text(
+    tokenizer: Any, text: str, marker: str, stop_ids: Collection[int], origin: str
+) -> Example:
+    """The sequence of a text that is rendered already.
+
+    The loss is over all of it; with a `marker`, over what follows each place of it up to and with
+    the first end token. A begin-of-text token that the tokenizer adds to a text is put in front
+    unless the text has it. Raises DataError for a text without the marker.
+    """
+    begin = _begin(tokenizer, text)
+    head, *answers = text.split(marker) if marker else ("", text)
+    if not answers:
+        raise DataError(f"{origin}: the text has no {marker!r} (data.marker)", kind="no marker")
+    ids = [*begin, *_tokens(tokenizer, head + marker)]
+    mask = [False] * len(ids)
+    for number, answer in enumerate(answers):
+        more = number < len(answers) - 1
+        tokens = _tokens(tokenizer, answer)
+        ends = [i for i, token in enumerate(tokens) if token in stop_ids]
+        length = ends[0] + 1 if marker and ends else len(tokens)
+        ids += tokens
+        mask += [i < length for i in range(len(tokens))]
+        if more:
+            again = _tokens(tokenizer, marker)
+            ids += again
+            mask += [False] * len(again)
+    end = len(mask) - mask[::-1].index(True) if True in mask else 0
+    return Example(tuple(ids[:end]), tuple(mask[:end]), origin)
+
+
+def encode_text_prompt(tokenizer: Any, text: str, marker: str) -> list[int] | None:
+    """The tokens up to the last answer of such a text; None where no marker says where it is."""
+    if not marker or marker not in text:
+        return None
+    return [*_begin(tokenizer, text), *_tokens(tokenizer, text[: text.rindex(marker)] + marker)]
+
+
+def _begin(tokenizer: Any, text: str) -> list[int]:
+    bos, bos_text = tokenizer.bos_token_id, tokenizer.bos_token
+    adds = bos is not None and bos in tokenizer("")["input_ids"]
+    return [bos] if adds and not text.startswith(bos_text) else []
+
+
 def _pieces(
-    tokenizer: Any, messages: Messages, origin: str, *, prompt: bool
+    tokenizer: Any, messages: Messages, origin: str, tools: Sequence[Any], *, prompt: bool
 ) -> list[tuple[str, bool]]:
     """(text, whether the assistant's) from the start to the end."""
-    whole = _rendered(tokenizer, messages, origin, prompt=prompt)
+    whole = _rendered(tokenizer, messages, origin, tools, prompt=prompt)
     pieces: list[tuple[str, bool]] = []
     done = 0
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = _rendered(tokenizer, messages[:number], origin, prompt=True)
+        before = _rendered(tokenizer, messages[:number], origin, tools, prompt=True)
         last = number == len(messages) - 1
-        after = whole if last else _rendered(tokenizer, messages[: number + 1], origin)
+        after = whole if last else _rendered(tokenizer, messages[: number + 1], origin, tools)
         if not (whole.startswith(before) and whole.startswith(after) and len(before) >= done):
             if last:
                 raise DataError(
@@ -123,12 +180,15 @@ def _turn_mask(tokens: Sequence[int], stop_ids: Collection[int]) -> list[bool]:
     return [i < length for i in range(len(tokens))]
 
 
-def _rendered(tokenizer: Any, messages: Messages, origin: str, *, prompt: bool = False) -> str:
+def _rendered(
+    tokenizer: Any, messages: Messages, origin: str, tools: Sequence[Any], *, prompt: bool = False
+) -> str:
     if getattr(tokenizer, "chat_template", None) is None:
         return _plain(tokenizer, messages, origin, prompt=prompt)
     try:
         text = tokenizer.apply_chat_template(
             [dict(message) for message in messages],
+            tools=list(tools) or None,
             tokenize=False,
             add_generation_prompt=prompt,
         )

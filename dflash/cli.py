@@ -183,9 +183,9 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
               dflash train --resume runs/20261201-120000-smollm2
               dflash train --init-from DRAFTER --target DIR --data chats.jsonl optim.lr=6e-5
 
-            A line of the JSONL file is {"messages": [{"role": "user", "content": "..."}, ...]}
-            or {"prompt": "..."} or {"prompt": "...", "response": "..."}; the target writes the
-            responses that are missing."""
+            A row (of JSONL, Parquet or a data set) is {"messages": [{"role": "user", "content":
+            "..."}, ...]}, {"prompt": "..."} with or without "response", or {"text": "..."}; the
+            target writes the responses that are missing. `dflash data` shows what comes of it."""
         ),
         epilog=_settings_help(),
     )

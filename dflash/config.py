@@ -35,11 +35,31 @@ class TargetSettings:
 class DataSettings:
     """Conversations to train on and to evaluate on."""
 
-    source: str = _setting("humaneval", "humaneval, or a JSONL file of messages or prompts")
+    source: str = _setting(
+        "humaneval",
+        "humaneval, or JSONL or Parquet files, directories of them, saved or hub data sets, "
+        "with commas between",
+    )
+    format: Literal["auto", "messages", "conversations", "prompt", "text"] = _setting(
+        "auto", "what a row is; auto = by the fields it has"
+    )
+    fields: str = _setting(
+        "", "names in the data: prompt=question,response=answer (also messages, role, content, ...)"
+    )
+    subset: str = _setting("", "configuration of a hub data set")
+    split: str = _setting("train", "split of a data set")
+    order: Literal["auto", "source", "shuffled"] = _setting(
+        "auto",
+        "of the rows before limit; shuffled = by the seed; auto = if there are several files",
+    )
+    duplicates: Literal["bad", "keep"] = _setting("bad", "what a repeated conversation is")
+    marker: str = _setting(
+        "", "of text rows: what an answer begins after; empty = the loss is over all of the text"
+    )
     limit: int = _setting(0, "use the first so many conversations; 0 = all")
     held_out: int = _setting(16, "conversations kept out of training for the evaluation")
     max_length: int = _setting(3072, "tokens of a training sequence; longer ones are cut")
-    on_bad: Literal["error", "skip"] = _setting("error", "what a bad line or sequence does")
+    on_bad: Literal["error", "skip"] = _setting("error", "what a bad row or sequence does")
     responses: Literal["missing", "always", "never"] = _setting(
         "missing", "which responses the target writes itself (greedy); always = all, anew"
     )

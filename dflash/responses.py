@@ -18,7 +18,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dflash.chat import Example, encode_conversation, encode_prompt, with_response
+from dflash.chat import (
+    Example,
+    encode_conversation,
+    encode_prompt,
+    encode_text,
+    with_response,
+)
 from dflash.config import DataSettings
 from dflash.data import Conversation, Rejects
 from dflash.errors import DataError
@@ -93,6 +99,9 @@ class _Draft:
     """What follows the next answer."""
     wanted: bool
     """Whether the target writes the next answer."""
+    tools: tuple[Any, ...] = ()
+    text: str | None = None
+    """A rendered text, which is taken as it is."""
     written: list[int] | None = None
     """Tokens of the last answer, if the target wrote it."""
     turn: int = 0
@@ -101,12 +110,15 @@ class _Draft:
     @staticmethod
     def of(conversation: Conversation, mode: str) -> _Draft:
         messages, origin = conversation.messages, conversation.origin
+        tools = conversation.tools
+        if conversation.text is not None:
+            return _Draft(origin, (), (), wanted=False, text=conversation.text)
         if mode == "never" and not conversation.answered:
             raise unanswered(origin)
         if mode != "always":
-            return _Draft(origin, messages, (), wanted=not conversation.answered)
+            return _Draft(origin, messages, (), not conversation.answered, tools)
         end, rest = _next_answer(messages)
-        return _Draft(origin, messages[:end], rest, wanted=True)
+        return _Draft(origin, messages[:end], rest, True, tools)
 
     def take(self, response: list[int], text: str) -> None:
         """The target's answer: keep it if it is the last one, else go on to the next."""
@@ -201,7 +213,7 @@ class _Writer:
 
     def _prompt(self, draft: _Draft) -> list[int]:
         target = self._targets[0]
-        prompt = encode_prompt(target.tokenizer, draft.messages, draft.origin)
+        prompt = encode_prompt(target.tokenizer, draft.messages, draft.origin, draft.tools)
         reads = target.spec.max_position_embeddings
         check_room(prompt, self._settings.max_length, reads, draft.origin)
         return prompt
@@ -214,10 +226,13 @@ class _Writer:
 
 def _example(draft: _Draft, target: Target, settings: DataSettings) -> Example:
     tokenizer, stops = target.tokenizer, target.spec.eos_ids
-    if draft.written is None:
-        example = encode_conversation(tokenizer, draft.messages, stops, draft.origin)
+    messages, origin, tools = draft.messages, draft.origin, draft.tools
+    if draft.text is not None:
+        example = encode_text(tokenizer, draft.text, settings.marker, stops, origin)
+    elif draft.written is None:
+        example = encode_conversation(tokenizer, messages, stops, origin, tools)
     else:
-        example = with_response(tokenizer, draft.messages, stops, draft.written, draft.origin)
+        example = with_response(tokenizer, messages, stops, draft.written, origin, tools)
     return example.cut(min(settings.max_length, target.spec.max_position_embeddings))
 
 

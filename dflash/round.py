@@ -110,8 +110,14 @@ def compiled_round(work: Round, backend: str) -> Step:
         return work.run
     limits: Any = torch._dynamo.config
     name = "recompile_limit" if hasattr(limits, "recompile_limit") else "cache_size_limit"
-    setattr(limits, name, max(getattr(limits, name), _GRAPHS))
-    run: Any = torch.compile(work.run, backend=backend, dynamic=False, fullgraph=True)
+    raised = {name: max(getattr(limits, name), _GRAPHS)}
+    compiled: Any = torch.compile(work.run, backend=backend, dynamic=False, fullgraph=True)
+
+    def run(*arguments: Any) -> Tensor:
+        with limits.patch(raised):  # for our graphs only: the caller's limit is his
+            output: Tensor = compiled(*arguments)
+        return output
+
     if work.target.device.type != "cuda":
         return lambda *arguments: run(*arguments[:5], ())
     graphs: dict[tuple[int, int], _Captured] = {}

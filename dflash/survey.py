@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dflash.chat import Example, encode_conversation, encode_prompt
+from dflash.chat import Example, encode_conversation, encode_prompt, encode_text
 from dflash.config import DataSettings
 from dflash.data import Conversation
 from dflash.errors import DataError
@@ -143,13 +143,13 @@ def _look(
     if not conversation.answered:
         if settings.responses == "never":
             raise unanswered(origin)
-        prompt = encode_prompt(text.tokenizer, conversation.messages, origin)
+        prompt = encode_prompt(text.tokenizer, conversation.messages, origin, conversation.tools)
         check_room(prompt, settings.max_length, text.max_position_embeddings, origin)
         example = Example(tuple(prompt), (False,) * len(prompt), origin)
         found.waiting += 1
         _sign(found, "bos-doubled", origin, _bos_doubled(example, text))
     else:
-        whole = encode_conversation(text.tokenizer, conversation.messages, text.eos_ids, origin)
+        whole = _encoded(conversation, text, settings)
         example = whole.cut(limit)
         if len(whole.ids) > limit:
             found.cut += 1
@@ -164,6 +164,13 @@ def _look(
     found.lengths.append(len(example.ids))
     if len(found.shown) < show:
         found.shown.append(example)
+
+
+def _encoded(conversation: Conversation, text: TargetText, settings: DataSettings) -> Example:
+    tokenizer, origin, stops = text.tokenizer, conversation.origin, text.eos_ids
+    if conversation.text is not None:
+        return encode_text(tokenizer, conversation.text, settings.marker, stops, origin)
+    return encode_conversation(tokenizer, conversation.messages, stops, origin, conversation.tools)
 
 
 def _look_at_mask(example: Example, whole: Example, text: TargetText, found: Survey) -> None:

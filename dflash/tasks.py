@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash.data import Rejects, read_jsonl
+from dflash.config import DataSettings
+from dflash.data import Rejects, read_data
 from dflash.errors import ConfigError, DataError
 from dflash.humaneval import humaneval_prompts
 
@@ -72,7 +73,9 @@ def load_task(name: str, file: Path | None, limit: int) -> list[Sample]:
     if name not in TASKS:
         if file is None:
             raise ConfigError(f"there is no task {name!r}: {', '.join(TASKS)}, or --data FILE")
-        return _drawn([_own(c.prompt) for c in read_jsonl(file, Rejects("error"))], limit)
+        return _drawn(
+            [_own(c.prompt) for c in read_data(_as_given(file), 0, Rejects("error"))], limit
+        )
     rows = _read(file) if file is not None else _installed(name)
     samples = []
     for number, row in enumerate(rows, start=1):
@@ -86,6 +89,11 @@ def load_task(name: str, file: Path | None, limit: int) -> list[Sample]:
     if not samples:
         raise DataError(f"holds no problem of {name}", file)
     return _drawn(samples, limit)
+
+
+def _as_given(file: Path) -> DataSettings:
+    """All rows of a file, in order, also where two are alike."""
+    return DataSettings(source=str(file), order="source", duplicates="keep")
 
 
 def _drawn(samples: list[Sample], limit: int) -> list[Sample]:

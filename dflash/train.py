@@ -29,9 +29,9 @@ from dflash.assemble import (
     mask_token,
     starts_from_checkpoint,
 )
-from dflash.chat import Example, encode_prompt
+from dflash.chat import Example, encode_prompt, encode_text_prompt
 from dflash.config import Config
-from dflash.data import Conversation, Rejects, Split, read_jsonl, split
+from dflash.data import Conversation, Rejects, Split, read_data, split
 from dflash.drafter import Drafter, DrafterConfig
 from dflash.errors import DataError
 from dflash.evaluate import Evaluation, decoding_threads, evaluate
@@ -97,7 +97,7 @@ def read_conversations(config: Config, rejects: Rejects) -> list[Conversation]:
     if data.source == "humaneval":
         found = humaneval()
         return found[: data.limit] if data.limit else found
-    return read_jsonl(Path(data.source), rejects, limit=data.limit)
+    return read_data(data, config.train.seed, rejects)
 
 
 def held_out_prompts(config: Config, target: Target, parts: Split) -> list[list[int]]:
@@ -105,7 +105,10 @@ def held_out_prompts(config: Config, target: Target, parts: Split) -> list[list[
     count = config.eval.prompts or len(parts.held_out)
     prompts = []
     for conversation in parts.held_out[:count]:
-        ids = encode_prompt(target.tokenizer, conversation.prompt, conversation.origin)
+        ids = _prompt_ids(config, target, conversation)
+        if ids is None:
+            say(f"{conversation.origin}: held out, but a text without data.marker has no prompt")
+            continue
         room = target.spec.max_position_embeddings - config.eval.max_new_tokens
         if len(ids) <= room:
             prompts.append(ids)
@@ -117,6 +120,14 @@ def held_out_prompts(config: Config, target: Target, parts: Split) -> list[list[
                 "data.on_bad=skip"
             )
     return prompts
+
+
+def _prompt_ids(config: Config, target: Target, conversation: Conversation) -> list[int] | None:
+    if conversation.text is not None:
+        return encode_text_prompt(target.tokenizer, conversation.text, config.data.marker)
+    return encode_prompt(
+        target.tokenizer, conversation.prompt, conversation.origin, conversation.tools
+    )
 
 
 @dataclass

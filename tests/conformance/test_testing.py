@@ -112,7 +112,7 @@ def test_a_plugins_author_runs_the_suite_over_his_patches(tmp_path: Path) -> Non
     failed = {line.partition("::")[2] for line in lines if line.startswith("FAILED")}
     passed = {line.partition("::")[2] for line in lines if line.startswith("PASSED")}
     assert not [name for name in failed if name.startswith("TestGood")], done.stdout[-6000:]
-    assert len([name for name in passed if name.startswith("TestGood")]) == 8, done.stdout[-6000:]
+    assert len([name for name in passed if name.startswith("TestGood")]) == 9, done.stdout[-6000:]
     assert "TestNobody::test_every_patch_fits_or_says_why_not" in failed
     assert "TestUnknown::test_every_patch_fits_or_says_why_not" in failed
     assert "there is no patch of plugin 'nobody'" in done.stdout

@@ -3,7 +3,14 @@ from __future__ import annotations
 import pytest
 from model_dir import SPECIAL, WORDS, make_tokenizer
 
-from dflash.chat import Example, encode_conversation, encode_prompt, with_response
+from dflash.chat import (
+    Example,
+    encode_conversation,
+    encode_prompt,
+    encode_text,
+    encode_text_prompt,
+    with_response,
+)
 from dflash.errors import DataError
 
 IDS = {word: i for i, word in enumerate([*SPECIAL, *WORDS])}
@@ -119,3 +126,32 @@ def test_cut_and_anchors():
     assert example.anchors == 1
     assert example.cut(2) == Example((1, 2), (False, True), "x")
     assert example.cut(2).anchors == 0
+
+
+def test_a_rendered_text_is_learned_whole_or_after_the_marker(tokenizer):
+    text = "<user> w1 <end> <assistant> w2 w3 <end> <user> w4 <end> <assistant> w5 <end>"
+    whole = encode_text(tokenizer, text, "", (END,), "here")
+    assert all(whole.loss_mask)
+    assert words(whole.ids) == text.split()
+    found = encode_text(tokenizer, text, "<assistant>", (END,), "here")
+    assert found.ids == whole.ids
+    assert supervised(found) == ["w2", "w3", "<end>", "w5", "<end>"]
+    prompt = encode_text_prompt(tokenizer, text, "<assistant>")
+    assert words(prompt) == text.split()[:-2]
+    assert encode_text_prompt(tokenizer, text, "") is None
+    with pytest.raises(DataError, match=r"f:3: the text has no 'w9' \(data\.marker\)"):
+        encode_text(tokenizer, text, "w9", (END,), "f:3")
+
+
+def test_a_text_gets_the_begin_token_that_the_tokenizer_adds_once():
+    from tokenizers import processors
+
+    tokenizer = make_tokenizer()
+    tokenizer.bos_token = "<spare>"
+    assert words(encode_text(tokenizer, "w1 w2", "", (END,), "x").ids) == ["w1", "w2"]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<spare> $A", special_tokens=[("<spare>", IDS["<spare>"])]
+    )
+    for text in ("w1 w2", "<spare> w1 w2"):
+        found = encode_text(tokenizer, text, "w1", (END,), "x")
+        assert words(found.ids) == ["<spare>", "w1", "w2"]

@@ -180,7 +180,7 @@ def test_json_holds_the_figures_and_the_tokens(model, tmp_path, capsys):
     path.write_text(GOOD + "nope\n")
     assert run(model, path, "--json", "data.on_bad=skip", "--show", "1", "data.limit=9") == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["rows"], found["kept"], found["skipped"]) == (2, 1, {"not a conversation": 1})
+    assert (found["rows"], found["kept"], found["skipped"]) == (2, 1, {"no valid JSON": 1})
     tokens = found["shown"][0]["tokens"]
     assert [t["text"] for t in tokens if t["learned"]] == [" w3", " w4", " <end>"]
     assert tokens[-1] == {"id": END, "text": " <end>", "learned": True}
@@ -191,7 +191,7 @@ def test_the_exit_code_says_whether_training_would_stop(model, tmp_path, capsys)
     path.write_text(GOOD + "nope\n")
     assert run(model, path) == 1
     out = capsys.readouterr().out
-    assert f"skipped: {path}:2: not a conversation" in out
+    assert f"skipped: {path}:2: no valid JSON" in out
     assert "training would stop at the first of these 1 rows (data.on_bad)" in out
     assert run(model, path, "data.on_bad=skip") == 0
     assert run(model, path, "data.on_bad=skip", "data.max_length=7") == 1

@@ -19,6 +19,7 @@ from dflash import cli, placement
 from dflash import evaluate as evaluate_module
 from dflash import train as train_module
 from dflash.checkpoint_format import load_drafter
+from dflash.config import DataSettings
 from dflash.journal import Journal
 from dflash.target import Target
 
@@ -286,7 +287,7 @@ class TestBadInput:
 
     def test_too_short_for_a_block(self, inputs, tmp_path, capsys):
         run, data = tmp_path / "run", tmp_path / "short.jsonl"
-        lines = [{"prompt": "w1 w2", "response": "w3 w4 w5"}] * 3
+        lines = [{"prompt": f"w{n} w2", "response": "w3 w4 w5"} for n in (1, 2, 3)]
         data.write_text("\n".join(map(json.dumps, lines)))
         more = ["--data", str(data), "data.max_length=5", "data.held_out=0"]
         assert cli.main(arguments(inputs, run, *more)) == 1
@@ -351,7 +352,11 @@ def test_prepared_parts_do_not_change_the_held_out_prompts(inputs):
     """The same seed holds the same conversations out, whatever else is set."""
     found = [
         train_module.split(
-            train_module.read_jsonl(inputs / "chats.jsonl", train_module.Rejects("error")), 3, seed
+            train_module.read_data(
+                DataSettings(source=str(inputs / "chats.jsonl")), 0, train_module.Rejects("error")
+            ),
+            3,
+            seed,
         ).held_out
         for seed in (0, 0, 1)
     ]

@@ -36,6 +36,7 @@ def planted(body: str) -> str:
     )
 
 
+@pytest.mark.slow
 def test_threads_agree_with_eager() -> None:
     ended = stress("--seed=7", *SHORT)
     assert ended.returncode == 0, ended.stderr
