@@ -35,6 +35,7 @@ SURE = {
     "fx_traceback_meta": {"fx_traceback_meta"},
     "fx_tracing_flag": {"fx_tracing_flag"},
     "global_state": {"global_state"},
+    "guard_scope": {"guard_scope"},
     "import_lock": {"import_lock"},
     "inductor_autotuner": {"inductor_autotuner"},
     "lazy_backward": {"lazy_backward"},
